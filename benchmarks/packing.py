@@ -72,7 +72,7 @@ class Padded:
         return norm.item()
 
     def _accumulate(self, part: Batch, size: tuple[int, int], total: int) -> None:
-        tokens, mask, is_response = padded_rows(part, *size)
+        tokens, mask, is_trained = padded_rows(part, *size)
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         decoder, weight = self._model.get_decoder(), self._model.get_output_embeddings().weight
         output = decoder(input_ids=tokens, attention_mask=mask, position_ids=positions, use_cache=False)
@@ -80,7 +80,7 @@ class Padded:
         logprobs = token_scores(hidden.flatten(0, 1), weight, tokens[:, size[0] :].flatten(), 1.0).logprobs
         assert part.advantages is not None
         advantages = part.advantages[part.loss_mask]
-        kept = logprobs[is_response[:, size[0] :].flatten()]
+        kept = logprobs[is_trained[:, size[0] :].flatten()]
         policy = clipped_ratio(kept, kept.detach(), advantages, self._algo.clip_low, self._algo.clip_high)
         (policy.loss.sum() / total).backward()
 
@@ -90,13 +90,15 @@ def longest(batch: Batch) -> tuple[int, int]:
 
 
 def padded_rows(part: Batch, prompt_size: int, response_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the tokens, a mask of those that are not padding, and a mask of those of responses."""
+    """Return the tokens, a mask of those that are not padding, and a mask of those that are trained on."""
     tokens = torch.zeros(part.num_sequences, prompt_size + response_size, dtype=torch.int64)
     first = (prompt_size - part.prompt_lengths).unsqueeze(1)
     places = torch.arange(tokens.shape[1])
     mask = (places >= first) & (places < first + part.lengths.unsqueeze(1))
     tokens[mask] = part.tokens
-    return tokens, mask.long(), mask & (places >= prompt_size)
+    is_trained = torch.zeros_like(mask)
+    is_trained[mask] = part.loss_mask
+    return tokens, mask.long(), is_trained
 
 
 def run(args: argparse.Namespace, folder: Path) -> dict[str, object]:

@@ -46,7 +46,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, also in an environment of one's own
@@ -54,6 +53,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout
 from benchmarks.program import gpu_name, peak_flops, run_torchrun
 from benchmarks.random_model import SHAPES, save_random_model
 from rl.config.schema import ROOT
+from rl.data.batch import Batch
+from rl.data.group_file import groups_from_bytes
 
 WARM_UP_STEPS = 2
 STAGES = ("handover", "rollout", "logprobs", "advantages", "update", "sync")
@@ -174,18 +175,19 @@ class Trained(NamedTuple):
     """The lengths of all sequences that the measured steps trained on."""
 
     lengths: torch.Tensor  # of prompts and responses
-    prompt_lengths: torch.Tensor
+    response_lengths: torch.Tensor
 
     @staticmethod
     def read(folder: Path, steps: Sequence[int]) -> "Trained":
         """Read the files of debug.save_rollouts."""
-        files = [load_file(file) for step in steps for file in folder.glob(f"step_{step}.rank_*.safetensors")]
-        return Trained(*(torch.cat([file[name] for file in files]) for name in Trained._fields))
+        files = [file for step in steps for file in folder.glob(f"step_{step}.rank_*.safetensors")]
+        batch = Batch.concat([group.batch for file in files for group in groups_from_bytes(file.read_bytes())])
+        return Trained(batch.lengths, batch.response_lengths)
 
     def work(self, num_steps: int) -> Work:
         """Return the mean work of a step."""
         lengths = self.lengths.double()
-        totals = ((self.lengths - self.prompt_lengths).sum(), lengths.sum(), lengths.square().sum())
+        totals = (self.response_lengths.sum(), lengths.sum(), lengths.square().sum())
         return Work(*(float(total) / num_steps for total in totals))
 
 
@@ -216,8 +218,8 @@ def summary_of_different_lengths(
         return step + (row.get("rollout/carried", 0.0) + row.get("rollout/queue", 0.0)) / args.prompts
 
     seconds, work = {stage: mean(f"time/{stage}") for stage in STAGES}, trained.work(num_steps)
-    prompt_tokens = float(trained.prompt_lengths.double().mean())
-    responses = (trained.lengths - trained.prompt_lengths).double()
+    responses = trained.response_lengths.double()
+    prompt_tokens = float((trained.lengths - trained.response_lengths).double().mean())
     lag = sum(row.get("rollout/lag_mean", 0.0) * row["rollout/tokens"] for row in measured)
     return figures_of(args, num_parameters, prompt_tokens, mean("time/step"), seconds, args.ranks, work) | {
         "mean_new_tokens": args.mean_new_tokens,

@@ -72,7 +72,7 @@ class Wait(msgspec.Struct, frozen=True, tag_field="kind", tag="wait"):
     """Tell a node that the head is alive."""
 
 
-class Outcome(msgspec.Struct, frozen=True, tag_field="kind", tag="end"):
+class RollCallOutcome(msgspec.Struct, frozen=True, tag_field="kind", tag="end"):
     """Tell a node its exit code, and what to print."""
 
     code: Literal[0, 1]
@@ -187,8 +187,8 @@ def answer(head: str, port: int, training_port: int, run: str, node: Node, wait_
             with connect((head, port), derive_key(PURPOSE), CONNECT_S) as connection:
                 send_message(connection, "hello", run=run, node=node.rank, name=node.name)
                 connection.settimeout(SILENCE_S)
-                messages = read_messages(connection, Wait | Outcome)
-                outcome = next(message for message in messages if isinstance(message, Outcome))
+                messages = read_messages(connection, Wait | RollCallOutcome)
+                outcome = next(message for message in messages if isinstance(message, RollCallOutcome))
             if outcome.text:
                 say(outcome.text)
             return outcome.code

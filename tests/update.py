@@ -2,7 +2,9 @@
 
 import json
 import math
-from collections.abc import Callable
+import random
+import statistics
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +15,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from rl.data.batch import Batch, batch_of_responses
+from tests.conversations import Said, Sample, batch_of_conversations
 from tests.launcher import finish, start
 
 TEMPERATURE = 0.8
@@ -187,6 +190,125 @@ def variant_update(model: torch.nn.Module, reference: torch.nn.Module, batch: Ba
     return loss.item(), norm_of_gradient.item()
 
 
+# Settings of algo for batches of conversations, whose advantages the worker computes too.
+CONVERSATIONS: dict[str, dict[str, Any]] = {
+    "grpo": {"advantage": "grpo"},
+    "dr_grpo, masked": {"advantage": "dr_grpo", "loss_norm": "constant", "mask_truncated": True},
+    "rloo, gspo": {"advantage": "rloo", "loss": "gspo", "loss_norm": "sequence"},
+    "reinforce_pp": {"advantage": "reinforce_pp", "gamma": 0.9},
+    "gae": {"advantage": "gae", "gamma": 0.95, "lam": 0.8, "loss_norm": "sequence"},
+}
+
+
+def make_samples() -> list[list[Sample]]:
+    """Return 5 groups of 3 conversations with 1 to 3 stretches of 1 to 3 turns. One is empty, and some are cut."""
+    choose = random.Random(3)
+
+    def tokens(most: int) -> list[int]:
+        return [choose.randrange(SHAPE["vocab_size"]) for _ in range(choose.randint(1, most))]
+
+    groups = []
+    for group in range(NUM_PROMPTS):
+        samples = []
+        for number in range(3):
+            turn, stretches = 0, []
+            for _ in range(choose.randint(1, 3)):
+                stretch: list[Said | Sequence[int]] = [tokens(4)]
+                for place in range(choose.randint(1, 3)):
+                    stretch += [tokens(3)] * (place > 0) + [Said(turn, tokens(3))]
+                    turn += 1
+                stretches.append(stretch)
+            if (group, number) == (2, 1):
+                stretches = [[tokens(4)]]
+            samples.append(Sample(choose.choice([0.0, 0.5, 1.0, 2.0]), stretches, choose.random() < 0.25))
+        groups.append(samples)
+    return groups
+
+
+def make_conversations() -> Batch:
+    """Return the samples as a batch, with random logprobs and values."""
+    batch = batch_of_conversations(make_samples())
+    generator = torch.Generator().manual_seed(4)
+    old, rollout, values = torch.randn(3, batch.num_tokens, generator=generator)
+    likely = -math.log(SHAPE["vocab_size"])
+    return batch.replace(old_logprobs=likely + 0.3 * old, rollout_logprobs=likely + 0.3 * rollout, values=0.5 * values)
+
+
+def plain_credit(groups: list[list[Sample]], values: list[list[float]], settings: dict[str, Any]) -> list[list[float]]:
+    """Return the advantages of the sampled tokens of each conversation, which have these values."""
+    advantage, gamma = settings["advantage"], settings.get("gamma", 1.0)
+    credit: list[list[float]] = []
+    for group in groups:
+        rewards = [each.reward for each in group]
+        for sample in group:
+            steps = values[len(credit)]
+            count, mean = len(steps), statistics.mean(rewards)
+            if advantage == "grpo":
+                deviation = statistics.stdev(rewards) if len(rewards) > 1 else 0.0
+                credit.append([(sample.reward - mean) / (deviation + 1e-6)] * count)
+            elif advantage == "dr_grpo":
+                credit.append([sample.reward - mean] * count)
+            elif advantage == "rloo":
+                others = (sum(rewards) - sample.reward) / (len(rewards) - 1)
+                credit.append([sample.reward - others] * count)
+            elif advantage == "reinforce_pp":
+                credit.append([sample.reward * gamma ** (count - 1 - step) for step in range(count)])
+            else:
+                found, later = [], 0.0
+                for step in reversed(range(count)):
+                    is_last = step == count - 1
+                    following = sample.reward if is_last else gamma * steps[step + 1]
+                    later = following - steps[step] + gamma * settings["lam"] * later
+                    found.append(later)
+                credit.append(found[::-1])
+    if advantage in ("reinforce_pp", "gae"):
+        flat = [each for part in credit for each in part]
+        mean, deviation = statistics.mean(flat), statistics.stdev(flat)
+        credit = [[(each - mean) / deviation for each in part] for part in credit]
+    return credit
+
+
+def conversation_update(model: torch.nn.Module, settings: dict[str, Any]) -> tuple[float, float]:
+    """Run one optimizer step over the samples, one stretch at a time; return loss and gradient norm."""
+    batch, place, kept, stretches = make_conversations(), 0, [], []
+    assert batch.old_logprobs is not None and batch.values is not None
+    values: list[list[float]] = []
+    for group in make_samples():
+        kept.append([each for each in group if not (each.is_truncated and settings.get("mask_truncated"))])
+        for sample in group:
+            is_kept = sample in kept[-1]
+            values += [[]] * is_kept
+            for stretch in sample.stretches:
+                tokens, sampled = [], []
+                for part in stretch:
+                    added = part.tokens if isinstance(part, Said) else part
+                    sampled += range(len(tokens), len(tokens) + len(added)) if isinstance(part, Said) else []
+                    tokens += added
+                if is_kept:
+                    places = [place + each for each in sampled]
+                    values[-1] = values[-1] + batch.values[places].tolist()
+                    stretches.append((len(values) - 1, tokens, sampled, batch.old_logprobs[places]))
+                place += len(tokens)
+    assert place == batch.num_tokens
+    credit = [iter(each) for each in plain_credit(kept, values, settings)]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=ACTOR["lr"] / 2, weight_decay=ACTOR["weight_decay"])
+    norm, sums, num_tokens, num_sampled = settings.get("loss_norm", "token"), [], 0, 0
+    for number, tokens, sampled, old in stretches:
+        if not sampled:
+            continue
+        new = token_logprobs(model, torch.tensor(tokens))[[each - 1 for each in sampled]]
+        advantages = torch.tensor([next(credit[number]) for _ in sampled])
+        losses = (gspo if settings.get("loss") == "gspo" else clip)(new, old, advantages)
+        sums.append(losses.mean() if norm == "sequence" else losses.sum())
+        num_tokens, num_sampled = num_tokens + len(sampled), num_sampled + 1
+    denominator = {"token": num_tokens, "sequence": num_sampled, "constant": len(stretches) * MAX_NEW_TOKENS}[norm]
+    loss = torch.stack(sums).sum() / denominator
+    loss.backward()
+    norm_of_gradient = torch.nn.utils.clip_grad_norm_(model.parameters(), ACTOR["max_grad_norm"])
+    optimizer.step()
+    return loss.item(), norm_of_gradient.item()
+
+
 class CriticResult(NamedTuple):
     """Values, metrics and weights of a critic after an update."""
 
@@ -251,14 +373,16 @@ class Reference(NamedTuple):
     folder: Path  # of the models and the batch, and of what jobs write
     expected: dict[str, tuple[dict[str, Tensor], list[tuple[float, float, int]]]]  # by model: weights, losses
     variants: dict[str, tuple[dict[str, Tensor], float, float]]  # weights, loss and gradient norm
+    conversations: dict[str, tuple[dict[str, Tensor], float, float]]  # the same
     critics: dict[str, CriticResult]  # by model
     critic_without_truncated: CriticResult  # of the first model
     certainties: dict[str, tuple[Tensor, Tensor]]  # by model: logprobs and self-certainty of response tokens
 
 
 def make_reference(folder: Path) -> Reference:
-    batch, expected, variants, critics, certain = make_batch(), {}, {}, {}, {}
+    batch, expected, variants, conversations, critics, certain = make_batch(), {}, {}, {}, {}, {}
     (folder / "batch.safetensors").write_bytes(batch.to_bytes())
+    (folder / "conversations.safetensors").write_bytes(make_conversations().to_bytes())
     for kind in MODELS:
         model = make_model(folder / kind, kind)
         certain[kind] = certainties(model, batch)
@@ -270,9 +394,13 @@ def make_reference(folder: Path) -> Reference:
         model = make_model(folder / MODELS[0], MODELS[0])
         results = variant_update(model, other, batch, name)
         variants[name] = {name: parameter.detach() for name, parameter in model.named_parameters()}, *results
+    for name, settings in CONVERSATIONS.items():
+        model = make_model(folder / MODELS[0], MODELS[0])
+        results = conversation_update(model, settings)
+        conversations[name] = {name: parameter.detach() for name, parameter in model.named_parameters()}, *results
     kept = batch.select(batch.trained_sequences(mask_truncated=True))
     without_truncated = critic_update(make_model(folder / MODELS[0], MODELS[0]), kept)
-    return Reference(folder, expected, variants, critics, without_truncated, certain)
+    return Reference(folder, expected, variants, conversations, critics, without_truncated, certain)
 
 
 def job(name: str, model: str, dtype: str = "float32", max_tokens: int = 25, **options: Any) -> dict[str, Any]:
@@ -281,7 +409,7 @@ def job(name: str, model: str, dtype: str = "float32", max_tokens: int = 25, **o
     actor = ACTOR | {"max_tokens_per_micro_batch": max_tokens, "compile": False} | options
     fixed = {"algo": ALGO, "temperature": TEMPERATURE, "num_prompts": NUM_PROMPTS, "old_logprobs": "given"}
     fixed |= {"max_new_tokens": MAX_NEW_TOKENS, "frozen": [], "edits": {}, "poisoned": "", "all_truncated": False}
-    fixed |= {"lags": None, "max_mismatch_kl": 0.0}
+    fixed |= {"lags": None, "max_mismatch_kl": 0.0, "batch": "batch.safetensors"}
     return {"name": name, "model": model, "dtype": dtype, "actor": actor} | others | fixed
 
 
@@ -296,6 +424,12 @@ def spoilt_token(batch: Batch, is_truncated: bool) -> int:
 def variant_job(name: str) -> dict[str, Any]:
     settings = {"clip_low": ALGO["clip_low"], "clip_high": ALGO["clip_high"], **VARIANTS[name][0]}
     return job(name, MODELS[0]) | {"algo": settings}
+
+
+def conversation_job(name: str, num_ranks: int) -> dict[str, Any]:
+    settings = {"clip_low": ALGO["clip_low"], "clip_high": ALGO["clip_high"], **CONVERSATIONS[name]}
+    batch = {"batch": "conversations.safetensors"}
+    return job(f"conversations, {name}, {num_ranks}", MODELS[0], max_tokens=30) | batch | {"algo": settings}
 
 
 def mini_batch_jobs(device: str = "cpu") -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from launch.checks.facts import GpuFacts, NodeFacts, RankFacts
 from launch.checks.sockets import is_own_address, listen
 from rl.config.functions import files_of
 from rl.config.schema import Config, ConfigError
+from rl.environments.find import own_files as environment_files
 from rl.rewards.find import own_files
 
 
@@ -39,7 +40,7 @@ class Answers:
         try:
             config = self._load()
             own = own_files(config.reward) | files_of("algo.loss", config.algo.loss)
-            own |= files_of("algo.advantage", config.algo.advantage)
+            own |= files_of("algo.advantage", config.algo.advantage) | environment_files(config.environment)
         except ConfigError as error:
             return found | {"config_error": str(error)}
         self._gpu = gpus.describe(self._local_rank, config.debug.share_gpu)

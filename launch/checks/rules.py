@@ -19,8 +19,8 @@ CONTEXT_BYTES = 2 << 30  # upper bound for this process's own context on a GPU
 LOG_BYTES = 32 << 20  # space on disk for everything but checkpoints
 MAX_SHOWN = 8
 REMEDIES = {
-    "code": " (a digest of the project's programs and reward.function's files); bring all nodes to the same commit, "
-    "without local changes",
+    "code": " (a digest of the project's programs and of your own functions' files); bring all nodes to the same "
+    "commit, without local changes",
     "settings": " (a digest of all settings but run.dir); give every node the same config file and arguments",
     "nccl": "; install the same torch on all nodes, and set no other NCCL by LD_LIBRARY_PATH or LD_PRELOAD",
     "driver": "; mixed drivers may work",

@@ -212,7 +212,7 @@ def check(config: Config) -> None:
         allowed, value = entry.metadata["allowed"], attrgetter(name)(config)
         if allowed and not allowed.accepts(value):
             raise ConfigError(f"{name}: got {value!r}; it must be {allowed.text}")
-    for rules in (_training_problems, _data_problems, _evaluation_problems):
+    for rules in (_training_problems, _data_problems, _evaluation_problems, _environment_problems):
         for problem in rules(config):
             raise ConfigError(problem)
 
@@ -342,6 +342,35 @@ def _evaluation_problems(config: Config) -> Iterator[str]:
         )
     if metric.startswith("eval/") and not settings.interval:
         yield f"checkpoint.best_metric: got {metric!r}, but nothing is evaluated; set eval.interval"
+
+
+def _environment_problems(config: Config) -> Iterator[str]:
+    environment, rollout, most = config.environment, config.rollout, config.environment.max_conversation_tokens
+    functions = config.reward.function if isinstance(config.reward.function, dict) else [config.reward.function]
+    if "environment" in functions and not (environment.class_ or environment.rollout):
+        yield (
+            "reward.function: got environment, but there is none that gives rewards; set environment.class or "
+            "environment.rollout, or choose another function"
+        )
+    if not environment.is_set:
+        return
+    if environment.rollout and (environment.tools or environment.class_):
+        yield (
+            "environment.rollout makes the whole rollout, so environment.tools and environment.class have no effect; "
+            "call them in the function, and leave these keys out"
+        )
+    if environment.options and not (environment.class_ or environment.rollout):
+        yield "environment.options are arguments of environment.class or environment.rollout; set one, or remove them"
+    if not environment.rollout and not config.data.chat_template:
+        yield (
+            "environment.tools and environment.class need the model's chat template, which writes calls and their "
+            "results; set data.chat_template=true"
+        )
+    if most and most < rollout.max_new_tokens:
+        least = f"rollout.max_new_tokens = {rollout.max_new_tokens}"
+        yield f"environment.max_conversation_tokens: got {most}; it must be at least {least}, which it includes"
+    if config.debug.mean_response_tokens:
+        yield "debug.mean_response_tokens makes up the lengths of responses; set it to 0 with an environment"
 
 
 def _are_distinct_paths(value: Any) -> bool:

@@ -5,6 +5,10 @@ The logprob at position t is that of tokens[t] given the tokens before it in the
 which tokens the policy has sampled. Only these are trained on, and "elsewhere" means all others. Token ids never tell,
 because the EOS token may also be the pad token.
 
+In a run with environments, a sample is a conversation, and it may have several sequences: one for each stretch in which
+the chat template rewrote nothing. They follow each other in the order in which they were sampled, and have the same
+group_id, sample, reward, `truncated` and `ended`. In other runs every sequence is a conversation of its own.
+
 A batch in a message is the bytes of a safetensors file, whose metadata name its format: see `FORMAT`. Files hold groups
 instead: see rl/data/group_file.py.
 """
@@ -33,8 +37,8 @@ class Batch:
     rewards: Tensor  # [S] float32
     group_ids: Tensor  # [S] int64, position of the prompt in its batch of the prompt stream
     truncated: Tensor  # [S] bool, whether max_new_tokens cut the response
-    turns: Tensor | None = None  # [T] int32, turn of a conversation in which the policy sampled the token; -1 elsewhere
-    samples: Tensor | None = None  # [S] int64, sample of the group; sequences of one conversation share its reward
+    turns: Tensor | None = None  # [T] int32, turn that sampled the token, counted from 0; -1 elsewhere
+    samples: Tensor | None = None  # [S] int64, sample of the group, counted from 0; None: each sequence is a sample
     ended: Tensor | None = None  # [S] bool, whether the response has ended; None: all have
     noise: Tensor | None = None  # [S, n] uint8, state of each response's random generator; None if all have ended
     lags: Tensor | None = None  # [T] int32, number of updates since the token's version; None: 0 everywhere
@@ -77,6 +81,39 @@ class Batch:
     def response_segment_ids(self) -> Tensor:
         """Return the sequence of each token that the policy has sampled."""
         return self.segment_ids[self.loss_mask]
+
+    @property
+    def starts_conversation(self) -> Tensor:
+        """Return [S] bool: whether a sequence is the first of its conversation."""
+        starts = torch.ones(self.num_sequences, dtype=torch.bool)
+        if self.samples is not None:
+            names = torch.stack([self.group_ids, self.samples], 1)
+            starts[1:] = (names[1:] != names[:-1]).any(1)
+            assert starts.sum() == len(names.unique(dim=0)), "the sequences of a conversation must follow each other"
+        return starts
+
+    @property
+    def num_conversations(self) -> int:
+        return int(self.starts_conversation.sum())
+
+    @property
+    def conversation_ids(self) -> Tensor:
+        """Return [S]: the index of each sequence's conversation."""
+        return self.starts_conversation.cumsum(0) - 1
+
+    @property
+    def response_conversation_ids(self) -> Tensor:
+        """Return the conversation of each token that the policy has sampled."""
+        return self.conversation_ids[self.response_segment_ids]
+
+    @property
+    def conversation_lengths(self) -> Tensor:
+        """Return the number of tokens that the policy has sampled in each conversation."""
+        return self.sum_conversations(self.response_lengths)
+
+    def sum_conversations(self, values: Tensor) -> Tensor:
+        """Sum values of sequences over the sequences of each conversation."""
+        return values.new_zeros(self.num_conversations).index_add_(0, self.conversation_ids, values)
 
     def response_spans(self) -> list[tuple[int, int]]:
         """Return the start and the end of what follows each prompt among the tokens."""
@@ -130,7 +167,9 @@ class Batch:
 
     @staticmethod
     def concat(batches: Sequence["Batch"]) -> "Batch":
-        parts = [batch.tensors() for batch in batches] or [empty_batch().tensors()]
+        """Concatenate batches with the same fields. Those without sequences may lack optional ones."""
+        filled = [batch for batch in batches if batch.num_sequences] or [*batches[:1], empty_batch()][:1]
+        parts = [batch.tensors() for batch in filled]
         return Batch(**{name: torch.cat([part[name] for part in parts]) for name in parts[0]})
 
     def tensors(self) -> dict[str, Tensor]:

@@ -8,6 +8,9 @@ holds all groups in order. Its metadata are:
               {"group": 17, "num_sequences": 8, "state": "trained", "results": [...]}
     step      JSON: facts about the step that the groups belong to, such as its number
 
+`results` are empty, or have an entry per sample. A sample is a conversation if the tensors `turns` and `samples` are
+present, and may then have several sequences. Otherwise each sequence is a sample.
+
 If a group of the file has unfinished responses, `ended` and `noise` are present for all sequences of the file. A group
 whose responses have all ended gets neither when it is read.
 """
@@ -24,11 +27,14 @@ from torch import Tensor
 
 from rl.data.batch import SEQUENCE_FIELDS, Batch, empty_batch, read_metadata
 
-FORMAT = "oneworld groups 1"  # changing the fields of `Batch` or of a line needs another number
+# Another number is needed if this program could no longer read older files. A new optional field needs none.
+FORMAT = "oneworld groups 1"
 
 REQUIRED = {name: tensor.dtype for name, tensor in empty_batch().tensors().items()}
 OPTIONAL = {entry.name: torch.float32 for entry in dataclasses.fields(Batch) if entry.name not in REQUIRED}
 OPTIONAL |= {"ended": torch.bool, "noise": torch.uint8, "lags": torch.int32}
+OPTIONAL |= {"turns": torch.int32, "samples": torch.int64}
+TOGETHER = (("ended", "noise"), ("turns", "samples"))  # a file has both or neither
 
 State = Literal["carried", "queued", "trained"]  # has unfinished responses; waits for an update; an update trains on it
 
@@ -76,6 +82,11 @@ def groups_from_bytes(data: bytes | bytearray) -> list[StoredGroup]:
     lines = _lines(_metadata(data))
     counts = [line["num_sequences"] for line in lines]
     parts = _split(_checked(_load(data), sum(counts)), counts)
+    for number, (line, batch) in enumerate(zip(lines, parts, strict=True), start=1):
+        try:
+            _check_samples(batch, line["results"])
+        except ValueError as error:
+            raise ValueError(f"line {number} of the index is damaged, or the tensors are: {error}") from error
     return [
         StoredGroup(line["group"], _without_noise(batch), line["results"], line["state"])
         for line, batch in zip(lines, parts, strict=True)
@@ -121,22 +132,24 @@ def _without_noise(batch: Batch) -> Batch:
 
 
 def _with_noise(batches: list[Batch]) -> list[Batch]:
-    """Give finished groups `ended` and `noise` like the others, if there are unfinished groups."""
+    """Give all groups `ended` and `noise` of the same width, if there are unfinished groups.
+
+    In a group of conversations that have all ended a turn, no random generator has a state, and the width is 0.
+    """
     widths = {batch.noise.shape[1] for batch in batches if batch.noise is not None}
     if not widths:
         assert all(batch.ended is None for batch in batches), "an unfinished group must have `noise`, if of width 0"
         return batches
-    assert len(widths) == 1, f"`noise` has several widths, {sorted(widths)}; one engine must have sampled all groups"
-    width = widths.pop()
-    return [
-        batch
-        if batch.noise is not None
-        else batch.replace(
-            ended=torch.ones(batch.num_sequences, dtype=torch.bool),
-            noise=torch.zeros(batch.num_sequences, width, dtype=torch.uint8),
-        )
-        for batch in batches
-    ]
+    assert len(widths - {0}) <= 1, f"`noise` has several widths, {sorted(widths)}; one engine must have sampled all"
+    return [_widen_noise(batch, max(widths)) for batch in batches]
+
+
+def _widen_noise(batch: Batch, width: int) -> Batch:
+    count = batch.num_sequences
+    if batch.noise is None:
+        batch = batch.replace(ended=torch.ones(count, dtype=torch.bool), noise=torch.zeros(count, 0, dtype=torch.uint8))
+    assert batch.noise is not None
+    return batch.replace(noise=torch.nn.functional.pad(batch.noise, (0, width - batch.noise.shape[1])))
 
 
 def _metadata(data: bytes | bytearray) -> dict[str, str]:
@@ -176,10 +189,24 @@ def _check_line(line: Any) -> None:
     if not isinstance(state, str) or state not in get_args(State):
         found = repr(state) if isinstance(state, str) else "no text"  # anything else may be nested too deeply to show
         raise ValueError(f'"state" must be one of {", ".join(get_args(State))}, but it is {found}')
-    if not isinstance(results, list) or len(results) not in (0, count):
-        raise ValueError(f'"results" must be a list with an entry for each of the {count} sequences, or empty')
-    if not all(result is None or isinstance(result, dict) for result in results):
-        raise ValueError('each entry of "results" must be a JSON object or null')
+    if not isinstance(results, list) or not all(result is None or isinstance(result, dict) for result in results):
+        raise ValueError('"results" must be a list, and each of its entries must be a JSON object or null')
+
+
+def _check_samples(batch: Batch, results: list[dict[str, Any] | None]) -> None:
+    """Raise ValueError unless a group has sequences and results of samples 0, 1, 2 and so on, in this order."""
+    count = batch.num_sequences
+    if batch.samples is not None:
+        found = torch.unique_consecutive(batch.samples)
+        count = len(found)
+        if not torch.equal(found, torch.arange(count)):
+            raise ValueError("the tensor samples must count the samples of a group from 0, in order and without gaps")
+        for name in ("group_ids", "rewards", "truncated", *(["ended"] if batch.ended is not None else [])):
+            values = getattr(batch, name)
+            if (values[1:] != values[:-1])[batch.samples[1:] == batch.samples[:-1]].any():
+                raise ValueError(f"the tensor {name} must have one value for all sequences of a sample")
+    if len(results) not in (0, count):
+        raise ValueError(f'"results" must be a list with an entry for each of the {count} samples, or empty')
 
 
 def _load(data: bytes | bytearray) -> dict[str, Tensor]:
@@ -192,9 +219,10 @@ def _load(data: bytes | bytearray) -> dict[str, Tensor]:
 def _checked(tensors: dict[str, Tensor], num_sequences: int) -> dict[str, Tensor]:
     """Return the tensors if they are the fields of a batch of so many sequences."""
     known = REQUIRED | OPTIONAL
-    if not REQUIRED.keys() <= tensors.keys() <= known.keys() or ("ended" in tensors) != ("noise" in tensors):
-        wrong = sorted(REQUIRED.keys() - tensors.keys() | tensors.keys() - known.keys())
-        names = ", ".join(wrong or ["only one of ended and noise"])
+    wrong = sorted(REQUIRED.keys() - tensors.keys() | tensors.keys() - known.keys())
+    wrong += [f"only one of {one} and {other}" for one, other in TOGETHER if (one in tensors) != (other in tensors)]
+    if wrong:
+        names = ", ".join(wrong)
         raise ValueError(f"its tensors are not the fields of a batch; missing or unknown: {names}")
     for name, tensor in tensors.items():
         if tensor.dtype != known[name]:
@@ -213,4 +241,6 @@ def _checked(tensors: dict[str, Tensor], num_sequences: int) -> dict[str, Tensor
             raise ValueError(f"the tensor {name} has the shape {list(tensor.shape)}, but it must have {rows} rows")
     if (tensors["prompt_lengths"] > tensors["lengths"]).any():
         raise ValueError("the tensor prompt_lengths has prompts that are longer than their sequences")
+    if "turns" in tensors and not torch.equal(tensors["turns"] >= 0, tensors["loss_mask"]):
+        raise ValueError("the tensor turns must be at least 0 where loss_mask is true, and -1 elsewhere")
     return tensors

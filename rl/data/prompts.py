@@ -45,6 +45,12 @@ def sample_seed(run_seed: int, epoch: int, prompt_id: int, sample_index: int) ->
     return int.from_bytes(digest, "big") >> 1
 
 
+def turn_seed(seed: int, turn: int) -> int:
+    """Return the seed of a turn of the sample that has this seed."""
+    digest = hashlib.blake2b(f"{seed}/turn {turn}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
 class WeightedSource(NamedTuple):
     num_rows: int  # consecutive rows of one file or folder
     weight: Fraction  # share of the stream, relative to the weights of the other sources

@@ -149,10 +149,10 @@ def _make_prompt(
     if read.problem:
         raise BadRow(read.problem)
     row = read.values
-    content = _fill(data, row) if data.template else _column(row, data.prompt_key, "data.prompt_key")
+    content = _content(row, data)
     answer = _column(row, data.answer_key, "data.answer_key") if data.answer_key else ""
     answer = json.dumps(answer) if isinstance(answer, list | dict) else str(answer)
-    text = _chat(content, data, tokenizer) if data.chat_template else _text(content, data.prompt_key)
+    text = _text(content, data.prompt_key) if not data.chat_template else _chat(_conversation(content, data), tokenizer)
     if tokenizer is None:
         return Prompt(row_id, 0, text, answer, [], row, read.place)
     try:
@@ -226,8 +226,17 @@ def _fill(data: DataConfig, row: Mapping[str, Any]) -> str:
     return PLACEHOLDER.sub(lambda match: texts.get(match[1], match[0]), data.template)
 
 
-def _chat(content: Any, data: DataConfig, tokenizer: Tokenizer | None) -> str:
-    """Return the conversation as the chat template writes it, or only its texts if there is no tokenizer."""
+def make_conversation(row: Mapping[str, Any], data: DataConfig) -> list[dict[str, str]]:
+    """Return the messages of a row's prompt. The row was read before, so it has what the settings name."""
+    return _conversation(_content(row, data), data)
+
+
+def _content(row: Mapping[str, Any], data: DataConfig) -> Any:
+    return _fill(data, row) if data.template else _column(row, data.prompt_key, "data.prompt_key")
+
+
+def _conversation(content: Any, data: DataConfig) -> list[dict[str, str]]:
+    """Return a prompt as messages."""
     if isinstance(content, list):
         for entry in content:
             if not isinstance(entry, dict) or not all(isinstance(entry.get(name), str) for name in ("role", "content")):
@@ -242,6 +251,11 @@ def _chat(content: Any, data: DataConfig, tokenizer: Tokenizer | None) -> str:
         if conversation[0]["role"] == "system":
             raise BadRow("has a system message of its own; leave data.system_prompt empty, or take it out of the row")
         conversation.insert(0, {"role": "system", "content": data.system_prompt})
+    return conversation
+
+
+def _chat(conversation: list[dict[str, str]], tokenizer: Tokenizer | None) -> str:
+    """Return the conversation as the chat template writes it, or only its texts if there is no tokenizer."""
     if tokenizer is None:
         return "\n".join(message["content"] for message in conversation)
     try:

@@ -19,6 +19,9 @@ from rl.data.group_file import State, StoredGroup, groups_from_bytes, groups_to_
 from rl.data.trajectory_files import GroupKey
 
 MAX_SHOWN = 80  # characters of a value in a message
+RESULT = {"parts", "status", "answer"}  # of the reward functions for a sample
+# How a conversation ended, and counts of its calls; or the record of one that goes on, whose status is "open".
+RESULT_OF_CONVERSATION = {"ending", "counts", "record"}
 
 Provenance = dict[str, Any]  # what decides the content of a group, by name; JSON can hold it
 
@@ -36,7 +39,7 @@ class Trajectory:
     @property
     def has_score(self) -> bool:
         """Whether the reward functions did not fail for all samples that they got."""
-        found = [score for score in self.scores if score is not None]
+        found = [score for score in self.scores if score is not None and score["status"] != "open"]
         return not found or any(score["status"] == "ok" for score in found)
 
 
@@ -67,10 +70,13 @@ def read_trajectory(key: GroupKey, data: bytes | bytearray) -> Trajectory:
     if [group.number for group in stored] != [key.number]:
         raise ValueError(f"it must hold one group, number {key.number}, as its name says")
     (group,) = stored
-    results = group.results or [None] * group.batch.num_sequences
-    names = {"parts", "status", "answer"}
-    if any(result is not None and result.keys() != names for result in results):
-        raise ValueError(f"the results of its reward functions must have {', '.join(sorted(names))}")
+    results = group.results or [None] * group.batch.num_conversations
+    for result in results:
+        if result is not None and not (RESULT <= result.keys() <= RESULT | RESULT_OF_CONVERSATION):
+            raise ValueError(
+                f"the results of its reward functions must have {', '.join(sorted(RESULT))}, and perhaps "
+                f"{', '.join(sorted(RESULT_OF_CONVERSATION))}"
+            )
     return Trajectory(group.batch, results, facts.engine, facts.num_preemptions, facts.num_kept_tokens)
 
 

@@ -16,6 +16,7 @@ class ToolCall(msgspec.Struct, frozen=True):
     name: str
     arguments: dict[str, Any]
     problem: str = ""  # why its text is no valid call, for the model to read; empty: it is valid
+    id: str = ""  # what the model wrote as the call's id; only Mistral's models write one
 
 
 class ParsedTurn(msgspec.Struct, frozen=True):
@@ -32,6 +33,8 @@ class Outcome(msgspec.Struct, frozen=True):
     status: Status
     value: Any = None  # what it returned, as plain data
     text: str = ""  # if not ok: what was wrong, for the model and for people to read
+    is_done: bool = False  # of a call: the environment's attribute `done` is true, which ends the conversation
+    place: str = ""  # if not ok: file:line in the user's code, for people; empty if unknown
 
 
 class Generated(NamedTuple):
@@ -39,6 +42,17 @@ class Generated(NamedTuple):
 
     tokens: list[int]  # with the stop token, if it stopped
     finish: Literal["stop", "length"]
+
+
+class RolloutTask(NamedTuple):
+    """What a rollout function gets to work on."""
+
+    row: dict[str, Any]
+    messages: list[Message]  # the prompt; empty if it is no chat
+    prompt: list[int]  # its ids
+    seed: int  # for the function's own random numbers
+    chat: Any  # the ChatFormat
+    tokenizer: Any
 
 
 Generate = Callable[..., Awaitable[Generated]]  # generate(ids, *, max_tokens=..., ...)
@@ -49,15 +63,28 @@ class ChatFormat(Protocol):
 
     name: str
 
+    def appends(self, role: str) -> bool:
+        """Tell whether a message of this role leaves the earlier turns as they are. If not, `render` the whole
+        conversation instead of `extend`; this begins another stretch."""
+
     def render(self, messages: Sequence[Message]) -> list[int]:
         """Return the ids of a conversation so far, with the tools and the beginning of the model's turn."""
+
+    def shorten(self, text: str, max_tokens: int) -> str:
+        """Return the text, without its middle if it has more tokens than that."""
 
     def parse(self, completion: list[int], prompt: Sequence[int]) -> ParsedTurn:
         """Read what the model wrote after `prompt`. Never raise: a call that is not valid has a `problem`."""
 
-    def extend(self, completion: list[int], turn: ParsedTurn, messages: Sequence[Message]) -> list[int]:
+    def extend(
+        self, completion: list[int], turn: ParsedTurn, messages: Sequence[Message], opening: Sequence[Message] = ()
+    ) -> list[int]:
         """Return the ids that follow `completion`: the rest of the model's turn, if it was cut or if the template goes
-        on after the stop token, then these messages, then the beginning of the model's next turn."""
+        on after the stop token, then these messages, then the beginning of the model's next turn. `opening`: the
+        conversation's first messages, because templates may read settings from the system message."""
+
+    def message(self, completion: list[int], turn: ParsedTurn) -> Message:
+        """Return the model's turn as a message, for `render` and for reward functions."""
 
 
 class Workers(Protocol):

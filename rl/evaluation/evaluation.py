@@ -16,6 +16,7 @@ from torch.utils.tensorboard import SummaryWriter
 from rl.common.files import write_atomically
 from rl.config.schema import Config
 from rl.data.batch import Batch
+from rl.data.conversations import read_conversations
 from rl.data.prompts import Prompt, Tokenizer
 from rl.evaluation.estimates import estimate, majority, pass_at, powers_of_two
 from rl.placement.roles import Placement
@@ -39,12 +40,17 @@ class Evaluated(Message):
 
 @dataclass(frozen=True)
 class ScoredResponse:
-    text: str
+    text: str  # of the last turn, in a conversation
     score: float  # by the function eval.function
     answer: str | None  # that this function extracts, if it can
     status: str  # of the reward functions: ok, error, timeout or crash
     num_tokens: int
     is_truncated: bool
+    num_turns: int | None = None  # of the model; this and the following: only in conversations
+    prompt: str | None = None  # what the model has read before its first turn
+    turns: list[dict[str, str]] | None = None  # role (model or environment) and text of each
+    ending: str | None = None  # how it ended: done, or the limit or failure that ended it
+    counts: dict[str, int] | None = None  # of its turns and calls, and of what was wrong with these
 
 
 class AnsweredPrompt(NamedTuple):
@@ -109,12 +115,35 @@ class Evaluation:
         return answers
 
     def _read(self, group: Batch, results: Results) -> Iterator[ScoredResponse]:
-        spans, truncated = group.response_spans(), group.truncated.tolist()
-        for (first, end), is_truncated, result in zip(spans, truncated, results, strict=True):
+        read = self._read_responses if group.turns is None else self._read_conversations
+        for fields, result in zip(read(group), results, strict=True):
             assert result is not None, "an evaluation has one round, so every response has a result"
-            text = self._tokenizer.decode(group.tokens[first:end].tolist(), skip_special_tokens=True)
             score = result["parts"].get(self._function, 0.0)  # a function that failed has no score
-            yield ScoredResponse(text, score, result["answer"], result["status"], end - first, is_truncated)
+            about: dict[str, Any] = {name: result.get(name) for name in ("answer", "status", "ending", "counts")}
+            yield ScoredResponse(score=score, **about, **fields)
+
+    def _read_responses(self, group: Batch) -> Iterator[dict[str, Any]]:
+        """Yield the fields of each ScoredResponse that the batch has."""
+        sampled = group.tokens[group.loss_mask].split(group.response_lengths.tolist())
+        for tokens, is_truncated in zip(sampled, group.truncated.tolist(), strict=True):
+            text = self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
+            yield {"text": text, "num_tokens": len(tokens), "is_truncated": is_truncated}
+
+    def _read_conversations(self, group: Batch) -> Iterator[dict[str, Any]]:
+        """Yield the fields of each ScoredResponse that the batch has. The turns have special tokens, because some model
+        families mark calls with them."""
+        decode = self._tokenizer.decode
+        for each in read_conversations(group):
+            yield {
+                "text": decode(each.last_response, skip_special_tokens=True),
+                "num_tokens": each.num_model_tokens,
+                "is_truncated": each.is_truncated,
+                "num_turns": each.num_model_turns,
+                "prompt": decode(each.prompt, skip_special_tokens=False),
+                "turns": [
+                    {"role": turn.role, "text": decode(turn.tokens, skip_special_tokens=False)} for turn in each.turns
+                ],
+            }
 
 
 def is_evaluation_due(config: Config, step: int) -> bool:
@@ -151,6 +180,9 @@ def summarize(answered: Sequence[AnsweredPrompt]) -> dict[str, float]:
         values[name], values[f"{name}_low"], values[f"{name}_high"] = estimate(numbers)
     values["length_mean"] = fmean(response.num_tokens for response in responses)
     values["truncated"] = fmean(response.is_truncated for response in responses)
+    turns = [response.num_turns for response in responses if response.num_turns is not None]
+    if turns:
+        values["turns_mean"] = fmean(turns)
     values["failed"] = float(sum(response.status != "ok" for response in responses))
     return values
 

@@ -1,4 +1,9 @@
-"""Turn rewards into advantages: shape a response's reward, then assign credit to its tokens."""
+"""Turn rewards into advantages: shape the reward of each conversation, then assign credit to its tokens.
+
+C conversations have R tokens that the policy has sampled. The sequences of a conversation follow each other, so its
+sampled tokens do too: they are its steps, whatever it read in between. In runs without environments, every sequence is
+a conversation.
+"""
 
 import torch
 import torch.distributed as dist
@@ -26,32 +31,33 @@ def assign_credit(
     cover all ranks of the process group. A rank's batch must hold whole groups. `own` is the user's function, if
     algo.advantage names one.
 
-    Responses that algo.mask_truncated masks count neither in the mean of their group nor in the batch statistics.
+    Conversations that algo.mask_truncated masks count neither in the mean of their group nor in the batch statistics.
     """
     kept = whole.trained_sequences(algo.mask_truncated)
     batch, fields = whole.select(kept), {}
-    segments, lengths = batch.response_segment_ids, batch.response_lengths
+    segments, lengths = batch.response_conversation_ids, batch.conversation_lengths
+    group_ids = batch.group_ids[batch.starts_conversation]
     rewards = _shaped_rewards(batch, algo, max_new_tokens, measures)
     kl = _kl(batch, algo, measures)
     is_standardized = False
     if own is not None:
         is_standardized = own.is_standardized
         credit = own(
-            rewards=_with_kl(rewards, kl, kl_coef, batch),
+            rewards=_with_kl(rewards, kl, kl_coef, segments, lengths),
             token_rewards=rules.token_rewards(rewards, kl, kl_coef, segments, lengths),
-            group_ids=batch.group_ids,
+            group_ids=group_ids,
             segment_ids=segments,
             lengths=lengths,
         )
     elif algo.advantage == "rloo":
-        credit = rules.leave_one_out(_with_kl(rewards, kl, kl_coef, batch), batch.group_ids)[segments]
+        credit = rules.leave_one_out(_with_kl(rewards, kl, kl_coef, segments, lengths), group_ids)[segments]
     elif algo.advantage in ("grpo", "dr_grpo"):
-        rewards, normalize_std = _with_kl(rewards, kl, kl_coef, batch), algo.advantage == "grpo"
-        credit = rules.group_relative(rewards, batch.group_ids, normalize_std)[segments]
+        rewards, normalize_std = _with_kl(rewards, kl, kl_coef, segments, lengths), algo.advantage == "grpo"
+        credit = rules.group_relative(rewards, group_ids, normalize_std)[segments]
     else:
         is_standardized = True
         if algo.advantage == "reinforce_pp_baseline":
-            rewards = rules.group_relative(rewards, batch.group_ids, normalize_std=False)
+            rewards = rules.group_relative(rewards, group_ids, normalize_std=False)
         token_rewards = rules.token_rewards(rewards, kl, kl_coef, segments, lengths)
         if algo.advantage == "gae":
             assert batch.values is not None
@@ -70,25 +76,24 @@ def assign_credit(
     return whole.replace(**{name: whole.at_sequences(kept, field) for name, field in fields.items()})
 
 
-def _with_kl(rewards: Tensor, kl: Tensor | None, kl_coef: float, batch: Batch) -> Tensor:
-    """Subtract the KL of each response from its reward, [S]."""
-    if kl is None:
-        return rewards
-    return rewards - kl_coef * sequence_sums(kl, batch.response_segment_ids, batch.response_lengths).float()
+def _with_kl(rewards: Tensor, kl: Tensor | None, kl_coef: float, segments: Tensor, lengths: Tensor) -> Tensor:
+    """Subtract the KL of each conversation from its reward, [C]."""
+    return rewards if kl is None else rewards - kl_coef * sequence_sums(kl, segments, lengths).float()
 
 
 def _shaped_rewards(batch: Batch, algo: AlgoConfig, max_new_tokens: int, measures: Measures) -> Tensor:
-    rewards, count = batch.rewards, batch.num_sequences
+    """Return the reward of each conversation, [C], with the penalty for its length and the bonus for certainty."""
+    rewards, lengths = batch.rewards[batch.starts_conversation], batch.conversation_lengths
     if algo.overlong_tokens:
-        penalty = rules.overlong_penalty(batch.response_lengths, max_new_tokens, algo.overlong_tokens)
+        penalty = rules.overlong_penalty(lengths, max_new_tokens, algo.overlong_tokens)
         rewards = rewards + penalty
-        measures.mean("reward/overlong", penalty.sum(), count)
+        measures.mean("reward/overlong", penalty.sum(), len(rewards))
     if algo.certainty_coef:
         assert batch.certainty is not None
-        sums = sequence_sums(batch.certainty[batch.loss_mask], batch.response_segment_ids, batch.response_lengths)
-        certainty = (sums / batch.response_lengths.clamp(min=1)).float()
+        sums = sequence_sums(batch.certainty[batch.loss_mask], batch.response_conversation_ids, lengths)
+        certainty = (sums / lengths.clamp(min=1)).float()
         rewards = rewards + algo.certainty_coef * certainty
-        measures.mean("reward/certainty", certainty.sum(), count)
+        measures.mean("reward/certainty", certainty.sum(), len(rewards))
     return rewards
 
 

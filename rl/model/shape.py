@@ -92,12 +92,13 @@ def check_model(config: Config, model_folder: Path) -> None:
         )
     longest, positions = config.max_sequence_tokens, shape.get("max_position_embeddings")
     if positions and longest > positions:
-        room = positions - config.rollout.max_new_tokens  # for the prompt
+        second = "environment.max_conversation_tokens" if config.environment.is_set else "rollout.max_new_tokens"
+        room = positions - config.max_tokens_after_prompt  # for the prompt
         example = f"data.max_prompt_tokens={room}"
         if room < 1:
             half = positions // 2
-            example = f"data.max_prompt_tokens={positions - half} and rollout.max_new_tokens={half}"
+            example = f"data.max_prompt_tokens={positions - half} and {second}={half}"
         raise ConfigError(
-            f"data.max_prompt_tokens + rollout.max_new_tokens: got {longest}, but {model_folder} has {positions} "
+            f"data.max_prompt_tokens + {second}: got {longest}, but {model_folder} has {positions} "
             f"positions; lower them, for example {example}"
         )

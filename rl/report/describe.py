@@ -1,21 +1,31 @@
 """Metrics and checks of a batch before the update, and sample rollouts for TensorBoard."""
 
+from itertools import islice
+
 import torch
 from torch import Tensor
 
 from rl.algo.mismatch import mismatch_kl
+from rl.common.text import count_of
 from rl.data.batch import Batch
+from rl.data.conversations import Conversation, count_observed, read_conversations
 from rl.data.prompts import Tokenizer
 from rl.report.metrics import Measures
 
+MAX_TURNS = 8  # that have a metric of their own
+INDENT = " " * 4  # of a block that Markdown shows as it is
 
-def describe(batch: Batch) -> Measures:
-    """Return the metrics of a batch. Without old logprobs, the update measures the KL between engine and learner."""
+
+def describe(batch: Batch, has_turns: bool = False) -> Measures:
+    """Return the metrics of a batch, in which each conversation counts once. Without old logprobs, the update measures
+    the KL between engine and learner. `has_turns` is True in runs with environments, also on ranks without a group."""
     measures = Measures()
-    mask, count = batch.loss_mask, batch.num_sequences
-    measures.mean("reward/mean", batch.rewards.sum(), count)
-    measures.mean("rollout/length_mean", batch.response_lengths.sum(), count)
-    measures.mean("rollout/truncated", batch.truncated.sum(), count)
+    mask, starts, count = batch.loss_mask, batch.starts_conversation, batch.num_conversations
+    measures.mean("reward/mean", batch.rewards[starts].sum(), count)
+    measures.mean("rollout/length_mean", mask.sum(), count)
+    measures.mean("rollout/truncated", batch.truncated[starts].sum(), count)
+    if has_turns:
+        _describe_turns(measures, batch)
     measures.sum("rollout/tokens", mask.sum())
     lags = None if batch.lags is None else batch.lags[mask]
     if lags is not None:
@@ -23,6 +33,18 @@ def describe(batch: Batch) -> Measures:
     if batch.old_logprobs is not None:
         measure_mismatch(measures, batch.old_logprobs[mask], batch.rollout_logprobs[mask], lags)
     return measures
+
+
+def _describe_turns(measures: Measures, batch: Batch) -> None:
+    """Add the metrics of conversations."""
+    assert batch.turns is not None or not batch.num_sequences, "a run with environments records turns"
+    turns = torch.empty(0) if batch.turns is None else batch.turns[batch.loss_mask]
+    conversations, count = batch.response_conversation_ids, batch.num_conversations
+    measures.mean("environment/observation_tokens", count_observed(batch).sum(), count)
+    measures.mean("environment/sequences", batch.num_sequences, count)
+    for turn in range(MAX_TURNS):
+        those = conversations[turns == turn]
+        measures.mean_if_any(f"environment/tokens_turn_{turn + 1}", len(those), len(those.unique()))
 
 
 def measure_mismatch(
@@ -46,7 +68,7 @@ def check_finite(batch: Batch) -> None:
         bad = [] if scores is None else (batch.loss_mask & ~torch.isfinite(scores)).nonzero().flatten().tolist()
         if bad:
             first, sequence = bad[0], int(batch.segment_ids[bad[0]])
-            place = int(batch.positions[first] - batch.prompt_lengths[sequence])
+            place = int((batch.loss_mask[:first] & (batch.segment_ids[:first] == sequence)).sum())
             raise FloatingPointError(
                 f"{len(bad)} of {int(batch.loss_mask.sum())} {name} are not finite; the first is {scores[first]} "
                 f"at token {place} of a response to prompt {int(batch.group_ids[sequence])} of this step, sampled by "
@@ -56,12 +78,35 @@ def check_finite(batch: Batch) -> None:
 
 
 def show(batch: Batch, tokenizer: Tokenizer, count: int) -> str:
-    """Return the first rollouts as a Markdown table for TensorBoard."""
+    """Return the first samples as Markdown for TensorBoard: responses as a table, conversations turn by turn."""
+    if batch.turns is not None:
+        read = islice(read_conversations(batch), count)
+        return "\n\n".join(_show_conversation(number, each, tokenizer) for number, each in enumerate(read, start=1))
     rows = ["| reward | prompt | response |", "| --- | --- | --- |"]
-    sequences = batch.tokens.split(batch.lengths.tolist())
-    for tokens, split, reward in list(zip(sequences, batch.prompt_lengths.tolist(), batch.rewards.tolist()))[:count]:
-        parts = (tokens[:split].tolist(), tokens[split:].tolist())
+    for sequence, reward in enumerate(batch.rewards[:count].tolist()):
+        one = batch.select([sequence])
+        parts = (one.tokens[: int(one.prompt_lengths)].tolist(), one.tokens[one.loss_mask].tolist())
         texts = [tokenizer.decode(part, skip_special_tokens=False) for part in parts]
         cells = [text.replace("|", "\\|").replace("\n", "<br>") for text in texts]
         rows.append(f"| {reward:g} | {cells[0]} | {cells[1]} |")
     return "\n".join(rows)
+
+
+def _show_conversation(number: int, conversation: Conversation, tokenizer: Tokenizer) -> str:
+    """Return a conversation as headings and blocks of text. Nothing in the text can end a block."""
+    cut = ", cut at the limit" if conversation.is_truncated else ""
+    parts, turn = [f"### sample {number}: reward {conversation.reward:g}{cut}"], 0
+    titled = [("prompt", conversation.prompt)]
+    for role, tokens in conversation.turns:
+        turn += role == "model"
+        titled.append((f"model, turn {turn}" if role == "model" else "environment", tokens))
+    for title, tokens in titled:
+        text = tokenizer.decode(tokens, skip_special_tokens=False)
+        parts += [f"**{title}** ({count_of(len(tokens), 'token')})", _indent(text)]
+    return "\n\n".join(parts)
+
+
+def _indent(text: str) -> str:
+    """Return a text as a block that Markdown shows character by character."""
+    # Markdown takes a carriage return for the end of a line, and the next line would not be indented.
+    return "\n".join(f"{INDENT}{line}" for line in text.replace("\r", "\\r").split("\n"))

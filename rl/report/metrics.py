@@ -1,8 +1,8 @@
 """Reduce metrics over ranks. Write them to TensorBoard, to metrics.jsonl (one line per step) and to the console.
 rl/report/writers.py passes them on to other services.
 
-Names have stable prefixes: reward/ loss/ policy/ rollout/ optim/ eval/ time/ perf/ gpu/. A mean is kept as a sum and a
-count until the ranks are summed up, so it does not depend on which rank held which sequences.
+Names have stable prefixes: reward/ loss/ policy/ rollout/ environment/ optim/ eval/ time/ perf/ gpu/. A mean is kept as
+a sum and a count until the ranks are summed up, so it does not depend on which rank held which sequences.
 """
 
 import json

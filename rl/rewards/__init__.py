@@ -14,6 +14,7 @@
     launch.py         starts the server
     server.py         passes calls to workers and enforces limits
     worker.py         runs one call at a time
+    isolation.py      the walls around a worker
     failure.py        describes why a call failed, with the line of the function's code
     trial.py          scores one row of the data before a run is started
     process_tree.py   ends all processes below a process

@@ -27,6 +27,7 @@ PACKAGES = ("/site-packages/", "/dist-packages/")
 OWN_FOLDER = str(Path(__file__).parent)
 MACHINERY = [f"{OWN_FOLDER}/{name}.py" for name in ("failure", "worker", "server")]  # calls the functions
 
+ENVIRONMENT = "environment"  # instead of a reward function: the tools or the environment of a conversation
 Frame = tuple[str, int]  # file and line
 
 
@@ -48,13 +49,16 @@ class RewardFailure:
     @property
     def remedy(self) -> str:
         """Return what the user can change, as an imperative clause."""
+        if self.function == ENVIRONMENT:
+            return "correct the environment, or raise the limit that it reached"
         if self.error == "timeout":
             return "make the function faster, or raise reward.timeout_s"
         return "correct the function, or the columns of the data that it reads"
 
     def __str__(self) -> str:
         place, sample = self.place and f" at {self.place}", self.sample and f" ({self.sample})"
-        return f"the reward function {self.function} failed{place}: {self.text}{sample}"
+        what = "the environment" if self.function == ENVIRONMENT else f"the reward function {self.function}"
+        return f"{what} failed{place}: {self.text}{sample}"
 
 
 def read_failure(values: Any) -> RewardFailure | None:

@@ -1,5 +1,8 @@
-"""Start the reward server in a fresh interpreter, so that neither it nor its workers contain torch, CUDA or their
-threads. It does not inherit credentials, because it runs users' code on text that a model wrote."""
+"""Start the reward server or the conversation server in a fresh interpreter.
+
+So neither it nor its workers contain torch, CUDA or their threads. It does not inherit credentials, because it runs
+users' code on text that a model wrote.
+"""
 
 import os
 import socket
@@ -13,11 +16,11 @@ from rl.common.credentials import without_credentials
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 END_S = 5.0  # maximum wait for the server to end
-PROGRAM = "import sys; sys.path.insert(0, sys.argv[3]); import rl.rewards.server as s; s.main(*map(int, sys.argv[1:3]))"
+PROGRAM = "import sys; sys.path.insert(0, sys.argv[3]); import {module} as s; s.main(*map(int, sys.argv[1:3]))"
 
 
-class RewardServerProcess(NamedTuple):
-    """The process of a reward server, and the rank's end of the connection to it."""
+class ServerProcess(NamedTuple):
+    """The process of a server, and the rank's end of the connection to it."""
 
     process: subprocess.Popen[bytes]
     connection: socket.socket
@@ -29,10 +32,11 @@ class RewardServerProcess(NamedTuple):
             self.process.wait(END_S)
 
 
-def launch() -> RewardServerProcess:
+def launch(module: str = "rl.rewards.server") -> ServerProcess:
+    """Start the server whose `main` is in this module."""
     ours, theirs = socket.socketpair()
-    command = [sys.executable, "-c", PROGRAM, str(theirs.fileno()), str(os.getpid()), str(ROOT)]
+    command = [sys.executable, "-c", PROGRAM.format(module=module), str(theirs.fileno()), str(os.getpid()), str(ROOT)]
     with theirs:
         environment = without_credentials(os.environ)
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment)
-    return RewardServerProcess(process, ours)
+    return ServerProcess(process, ours)

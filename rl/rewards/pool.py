@@ -15,9 +15,9 @@ from rl.common.credentials import hide_credentials
 from rl.common.framing import Channel, pack
 from rl.common.waiting import wait_until_readable
 from rl.config.schema import ConfigError, RewardConfig
-from rl.rewards.failure import RewardFailure, read_failure
+from rl.rewards.failure import ENVIRONMENT, RewardFailure, one_line, read_failure
 from rl.rewards.find import read_rules
-from rl.rewards.launch import RewardServerProcess
+from rl.rewards.launch import ServerProcess
 from rl.rewards.worker import MAX_CALL_ID
 
 READY_S = 120.0  # time limit of the functions' import
@@ -31,7 +31,7 @@ class RewardPool:
 
     def __init__(
         self,
-        server: RewardServerProcess,
+        server: ServerProcess,
         config: RewardConfig,
         num_workers: int,
         deliver: Callable[[Any, dict[str, Any]], None],
@@ -49,8 +49,9 @@ class RewardPool:
         self._is_loaded: Future[bool] = Future()
         self._is_closing = False
         rules = [rule._asdict() for rule in read_rules(config)]
+        self._names = [rule["spec"].rpartition(":")[2] for rule in rules]
         self._server = server
-        about = {"credentials": _read_credentials(config.credentials)}
+        about = {"credentials": read_credentials(config.credentials)}
         self._send(b"", {"rules": rules, "timeout_s": config.timeout_s, "num_workers": num_workers, **about})
         self._thread = threading.Thread(target=self._read, name="rewards", daemon=True)
         self._thread.start()
@@ -73,6 +74,12 @@ class RewardPool:
             self._keys[self._num_calls] = key
             self._changed_at = time.monotonic()
             self._send(str(self._num_calls).encode(), call)
+
+    def failed(self, status: str, text: str) -> dict[str, Any]:
+        """Return the result of a conversation whose tools or environment failed."""
+        failure = _hide_credentials(RewardFailure(ENVIRONMENT, status, one_line(text), ""))
+        parts = dict.fromkeys(self._names, 0.0)
+        return {"status": status, "score": 0.0, "parts": parts, "answer": None, "failure": failure}
 
     def close(self) -> None:
         """End the server. Results of unfinished calls are not delivered."""
@@ -130,7 +137,7 @@ def _hide_credentials(failure: RewardFailure | None) -> RewardFailure | None:
     return None if failure is None else replace(failure, text=hide_credentials(failure.text))
 
 
-def _read_credentials(names: list[str]) -> dict[str, str]:
+def read_credentials(names: list[str]) -> dict[str, str]:
     """Return these environment variables. The reward server has not inherited them (rl/rewards/launch.py)."""
     if missing := [name for name in names if name not in os.environ]:
         raise ConfigError(

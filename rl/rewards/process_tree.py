@@ -51,6 +51,11 @@ def end_tree(pid: int) -> None:
     _signal(stopped, signal.SIGKILL)
 
 
+def name_signal(number: int) -> str:
+    names = {int(known): known.name for known in signal.Signals}  # most real-time signals have no name
+    return names.get(number, f"signal {number}")
+
+
 def _signal(pids: Iterable[int], number: int) -> None:
     for pid in pids:
         with suppress(ProcessLookupError, PermissionError):

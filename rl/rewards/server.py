@@ -22,7 +22,7 @@ from typing import Any
 from rl.common.framing import Buffer, Channel
 from rl.common.waiting import wait_until_readable
 from rl.rewards.failure import TRACE_SIGNAL, CallTrace, RewardFailure, find_place, read_failure
-from rl.rewards.process_tree import adopt_orphans, children_of, descendants_of, end_tree
+from rl.rewards.process_tree import adopt_orphans, children_of, descendants_of, end_tree, name_signal
 from rl.rewards.worker import MAX_CALL, MAX_CALL_ID, RewardFunction, failed, run_worker
 from rl.watch.parent import die_with_parent
 
@@ -200,8 +200,7 @@ class Server:
         index, frames = worker.trace.read()
         code = self._remove(worker)
         if code is not None and os.WIFSIGNALED(code) and status == "crash":
-            names = {int(number): number.name for number in signal.Signals}  # most real-time signals have no name
-            text += f"; it was ended by {names.get(os.WTERMSIG(code), f'signal {os.WTERMSIG(code)}')}"
+            text += f"; it was ended by {name_signal(os.WTERMSIG(code))}"
         if worker.call_id:
             function = self._functions[min(index, len(self._functions) - 1)]
             failure = RewardFailure(function.name, status, text, find_place(function.call, frames))

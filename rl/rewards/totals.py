@@ -3,6 +3,11 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+# How a conversation ended. Limits: `turns`, `tokens` of the model, `context` (all tokens), `seconds`. Failures of the
+# user's code: `error`, `timeout`, `crash`. `long_prompt`: it never began.
+ENDINGS = ("done", "turns", "tokens", "context", "seconds", "error", "timeout", "crash", "long_prompt")
+MEANS = ("turns", "calls")  # per conversation
+PROBLEMS = ("unknown_tool", "bad_arguments", "tool_errors", "tool_timeouts", "tool_crashes")  # of calls; sums
 Totals = dict[str, list[float]]  # by metric: sum and count; a count of 0 marks a metric that is a sum, not a mean
 
 
@@ -13,7 +18,15 @@ def total(samples: Iterable[Mapping[str, Any]]) -> Totals:
         sums = add([sums, {f"reward/{name}": [value, 1.0] for name, value in sample["parts"].items()}])
         sums["reward/timeouts"][0] += sample["status"] in ("timeout", "crash")
         sums["reward/errors"][0] += sample["status"] == "error"
+        if "ending" in sample:
+            sums = add([sums, _count_conversation(sample["ending"], sample["counts"])])
     return sums
+
+
+def _count_conversation(ending: str, counts: Mapping[str, int]) -> Totals:
+    sums = {f"environment/ended_{name}": [float(name == ending), 1.0] for name in ENDINGS}
+    sums |= {f"environment/{name}": [float(counts.get(name, 0)), 1.0] for name in MEANS}
+    return sums | {f"environment/{name}": [float(counts.get(name, 0)), 0.0] for name in PROBLEMS}
 
 
 def add(parts: Iterable[Totals]) -> Totals:

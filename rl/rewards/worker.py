@@ -1,6 +1,5 @@
 """A worker process that runs the reward functions, one call at a time. The reward server may kill it at any moment."""
 
-import gc
 import json
 import os
 import random
@@ -16,15 +15,13 @@ from typing import Any, NamedTuple
 
 from rl.common.framing import FrameReader, pack
 from rl.rewards.failure import CallTrace, RewardFailure, describe_error
-from rl.rewards.process_tree import adopt_orphans, children_of
+from rl.rewards.isolation import count_pages, isolate
+from rl.rewards.process_tree import children_of
 from rl.rewards.sandbox import sandbox_processes
-from rl.watch.parent import die_with_parent
 
 MAX_CALL_ID, MAX_CALL = 20, (1 << 32) - 1  # maximum bytes of a frame's id and body
 MAX_CALLS = 2000  # calls after which the process is replaced, because functions may leave things behind
 MAX_GROWTH = 256 << 20  # growth of resident memory, in bytes, after which the process is replaced
-MAX_MEMORY = 2 << 30  # bytes of memory that the process may map beyond what it inherits from the server
-MAX_FILE = 1 << 30  # maximum size in bytes of a file that a function writes
 MAX_SCORE = 1e30  # a weighted sum of larger scores may not fit float32
 MAX_PARTS, MAX_NAME, MAX_ANSWER = 64, 100, 10_000  # parts per function; the others in characters
 
@@ -44,7 +41,7 @@ def run_worker(connection: socket.socket, functions: list[RewardFunction], serve
     """Serve calls in the forked process, then exit the process. `server` is the process id of the reward server."""
     code = 1
     try:
-        _isolate(server)
+        isolate(server)
         trace.record()
         _serve(connection, functions, trace)
         code = 0
@@ -54,29 +51,8 @@ def run_worker(connection: socket.socket, functions: list[RewardFunction], serve
         os._exit(code)
 
 
-def _isolate(server: int) -> None:
-    """Separate this process from the rank's signals and streams, and limit its memory and files."""
-    os.setsid()
-    die_with_parent(signal.SIGKILL)
-    if os.getppid() != server:
-        os._exit(1)
-    adopt_orphans()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM):
-        signal.signal(number, signal.SIG_DFL)
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    for stream in range(3):
-        os.dup2(nowhere, stream)
-    os.close(nowhere)
-    max_memory = _pages(0) * resource.getpagesize() + MAX_MEMORY
-    for limit, most in ((resource.RLIMIT_AS, max_memory), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, MAX_FILE)):
-        highest = resource.getrlimit(limit)[1]
-        most = most if highest == resource.RLIM_INFINITY else min(most, highest)
-        resource.setrlimit(limit, (most, most))
-    gc.enable()
-
-
 def _serve(connection: socket.socket, functions: list[RewardFunction], trace: CallTrace) -> None:
-    begin, calls = _pages(1), 0
+    begin, calls = count_pages(1), 0
     reader = FrameReader(connection, MAX_CALL_ID, MAX_CALL)
     connection.sendall(pack(b""))
     while True:
@@ -87,16 +63,10 @@ def _serve(connection: socket.socket, functions: list[RewardFunction], trace: Ca
         result = score(functions, **json.loads(body), begin=trace.begin)
         signal.setitimer(signal.ITIMER_REAL, 0)
         calls += 1
-        grown = (_pages(1) - begin) * resource.getpagesize()
+        grown = (count_pages(1) - begin) * resource.getpagesize()
         is_last = calls >= MAX_CALLS or grown > MAX_GROWTH or threading.active_count() > 1 or _has_children()
         answer = json.dumps(result | {"is_last": is_last}).encode()
         connection.sendall(pack(call_id, len(answer)) + answer)
-
-
-def _pages(field: int) -> int:
-    """Return the number of memory pages of this process: mapped (field 0) or resident (field 1)."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[field])
 
 
 def _has_children() -> bool:

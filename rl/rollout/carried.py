@@ -9,9 +9,11 @@ if two of them sent each other large groups, both would wait for ever.
 import threading
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from rl.data.batch import Batch
+from rl.rollout.conversations import Record
 from rl.world.messages import Letter, Message
 from rl.world.world import World
 
@@ -30,6 +32,7 @@ class CarriedGroup(Message):
 
     batch: int
     position: int
+    records: list[Record | None] = field(default_factory=list)  # what the batch does not tell of conversations
 
 
 class CarriedGroups:
@@ -38,15 +41,21 @@ class CarriedGroups:
     def __init__(self, world: World):
         self._world = world
         self._changed = threading.Condition()
-        self._groups: dict[tuple[int, int], Batch] = {}  # by batch and position
+        self._groups: dict[tuple[int, int], tuple[Batch, list[Record | None]]] = {}  # by batch and position
         self._asked: deque[Letter[FetchGroup]] = deque()
         world.mail.on(FetchGroup, self._on_fetch)
         threading.Thread(target=self._serve, name="carried groups", daemon=True).start()
 
-    def offer(self, batch: int, groups: Mapping[int, Batch]) -> None:
-        """Let engines fetch these groups, which are given by position."""
+    def offer(
+        self, batch: int, groups: Mapping[int, Batch], results: Mapping[int, list[dict[str, Any] | None]] | None = None
+    ) -> None:
+        """Let engines fetch these groups, which are given by position. The `results` of conversations that go on are
+        their records."""
         with self._changed:
-            self._groups |= {(batch, position): group for position, group in groups.items()}
+            for position, group in groups.items():
+                found = (results or {}).get(position, [])
+                records = [result.get("record") if result is not None else None for result in found]
+                self._groups[batch, position] = group, records
             self._changed.notify()
 
     def _on_fetch(self, letter: Letter[FetchGroup]) -> None:
@@ -57,14 +66,14 @@ class CarriedGroups:
     def _serve(self) -> None:
         try:
             while True:
-                letter, group = self._next()
+                letter, (group, records) = self._next()
                 asked = letter.message
-                answer = CarriedGroup(asked.batch, asked.position)
+                answer = CarriedGroup(asked.batch, asked.position, records)
                 self._world.mail.send(letter.source, answer, payload=group.to_bytes())
         except BaseException as error:
             self._world.faults.fail_in_background(error, "rollout", self._world.step)
 
-    def _next(self) -> tuple[Letter[FetchGroup], Batch]:
+    def _next(self) -> tuple[Letter[FetchGroup], tuple[Batch, list[Record | None]]]:
         """Wait for a question that can be answered. An engine may ask before this actor has started the batch."""
         with self._changed:
             while True:

@@ -7,7 +7,7 @@ later round, the engine that gets its prompt fetches it from there (carried.py).
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rl.data.batch import Batch
@@ -39,6 +39,7 @@ class Carried:
 
     owners: list[int]  # of the groups of all actors; indices into the actors
     groups: Groups  # of this actor
+    results: dict[int, Results] = field(default_factory=dict)  # of these groups, by position
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,8 @@ class Gathered:
     scores: dict[int, Results]  # of this actor's groups, by position; what this batch has scored
     num_preemptions: int  # of this actor's groups
     num_kept_tokens: int  # see ScoredGroup
+    num_read_tokens: int = 0
+    num_cached_tokens: int = 0
     scored: frozenset[str] = frozenset()  # names of the scores of all actors' groups, such as reward/NAME/PART
     missing: frozenset[int] = frozenset()  # positions of this actor's groups that are in no file, in the phase update
 
@@ -139,7 +142,7 @@ class Rollouts(Service):
             if self._overlap is not None:
                 self._overlap.open(batch, version)
         carried = carried or Carried([], {})
-        self._carried.offer(batch, carried.groups)
+        self._carried.offer(batch, carried.groups, carried.results)
         if self._dispatcher is not None:
             assert prompts is not None, "the leader must give the prompts"
             num_carried = len(carried.owners)
@@ -193,14 +196,23 @@ class Rollouts(Service):
         self._training.discard(batch)
         if self._failures is not None:
             self._failures.check(totals, self._world.step, is_training, self._num_expected)
-        num_preemptions = sum(group.num_preemptions for group, _ in arrived.values())
-        num_kept_tokens = sum(group.num_kept_tokens for group, _ in arrived.values())
+        messages = [group for group, _ in arrived.values()]
         took = self._dispatcher.time_batch() if self._dispatcher is not None and is_training else None
         if took is not None:
             trained_s = self._overlap.trained_s if self._overlap is not None else 0.0
             self._times.append(replace(took, trained_s=trained_s))
         missing = frozenset(arrived.keys() - groups.keys())
-        return Gathered(groups, owners, scores, num_preemptions, num_kept_tokens, frozenset(totals), missing)
+        return Gathered(
+            groups,
+            owners,
+            scores,
+            num_preemptions=sum(group.num_preemptions for group in messages),
+            num_kept_tokens=sum(group.num_kept_tokens for group in messages),
+            num_read_tokens=sum(group.num_read_tokens for group in messages),
+            num_cached_tokens=sum(group.num_cached_tokens for group in messages),
+            scored=frozenset(totals),
+            missing=missing,
+        )
 
     def take_times(self) -> list[BatchTime]:
         """Return how long the engines took for each batch to train on since the last call. Only the leader knows."""

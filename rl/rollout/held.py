@@ -23,7 +23,8 @@ class HeldGroups:
 
     def to_continue(self, numbers: Sequence[int]) -> Carried:
         own = {position: self.groups[number] for position, number in enumerate(numbers) if number in self.groups}
-        return Carried([self.owners[number] for number in numbers], own)
+        results = {position: self.results[numbers[position]] for position in own}
+        return Carried([self.owners[number] for number in numbers], own, results)
 
     def add(self, numbers: Sequence[int], gathered: Gathered) -> None:
         """Take over the groups of a round, which sampled these numbers."""
@@ -63,7 +64,9 @@ class HeldGroups:
     def check_lengths(self, max_new_tokens: int) -> None:
         """Raise ConfigError if a response that a resumed run continues is too long for its settings."""
         for group in self.groups.values():
-            longest = int(group.response_lengths[~group.ended].max()) if group.ended is not None else 0
+            if group.ended is None:
+                continue
+            longest = int(group.conversation_lengths[~group.ended[group.starts_conversation]].max())
             if longest >= max_new_tokens:
                 raise ConfigError(
                     f"rollout.max_new_tokens: got {max_new_tokens}, but a response that the checkpoint continues has "
@@ -79,6 +82,6 @@ class HeldGroups:
         return HeldGroups(
             {number: owner % num_actors for number, owner in owners.items()},
             {group.number: group.batch for group in stored},
-            {group.number: group.results or [None] * group.batch.num_sequences for group in stored},
+            {group.number: group.results or [None] * group.batch.num_conversations for group in stored},
             Counter(counts),
         )

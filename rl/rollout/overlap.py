@@ -111,7 +111,7 @@ class OverlapService(Service):
         if batch != self._batch:
             return
         self.update.add(position, group)
-        length = int(group.response_lengths.max())
+        length = int(group.conversation_lengths.max())
         self._mail.send(self._leader, GroupWhole(batch, position, length, self._balancer.cost(group)))
 
     def handle(self, letter: Letter[TrainPart]) -> None:

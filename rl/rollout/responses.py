@@ -22,18 +22,23 @@ class Response:
     is_truncated: bool = False
     reward: float = 0.0  # once it has ended and was scored
 
+    def add(self, completion: Completion, version: int) -> None:
+        """Add what an engine has sampled."""
+        self.tokens += completion.tokens
+        self.logprobs += completion.logprobs
+        self.versions += [version] * len(completion.tokens)
+        self.noise = completion.noise
+
     def append(self, completion: Completion, version: int, max_new_tokens: int, length: int | None = None) -> None:
         """Append what an engine has sampled. The response has ended unless only the limit of the round cut it.
 
         With a `length`, it ends at that many tokens, as if the last one were a stop token.
         """
-        self.tokens += completion.tokens
-        self.logprobs += completion.logprobs
-        self.versions += [version] * len(completion.tokens)
+        self.add(completion, version)
         self.is_truncated = completion.is_cut and len(self.tokens) >= max_new_tokens
         is_complete = len(self.tokens) >= (max_new_tokens if length is None else length)
         self.is_ended = is_complete or not completion.is_cut
-        self.noise = b"" if self.is_ended else completion.noise
+        self.noise = b"" if self.is_ended else self.noise
 
 
 def pack_group(prompt: list[int], position: int, responses: Sequence[Response]) -> Batch:
@@ -57,10 +62,15 @@ def pack_group(prompt: list[int], position: int, responses: Sequence[Response]) 
     ended = torch.tensor([each.is_ended for each in responses], dtype=torch.bool)
     if ended.all():
         return batch
-    size = max(len(each.noise) for each in responses)
-    noise = bytearray(b"".join(each.noise.ljust(size, b"\0") for each in responses))
-    table = torch.frombuffer(noise, dtype=torch.uint8) if noise else torch.empty(0, dtype=torch.uint8)
-    return batch.replace(ended=ended, noise=table.view(count, size))
+    return batch.replace(ended=ended, noise=pad_noise([each.noise for each in responses]))
+
+
+def pad_noise(noise: Sequence[bytes]) -> torch.Tensor:
+    """Return the states of random generators as a table. Some are empty; all others have the same size."""
+    size = max(map(len, noise))
+    states = bytearray(b"".join(each.ljust(size, b"\0") for each in noise))
+    table = torch.frombuffer(states, dtype=torch.uint8) if states else torch.empty(0, dtype=torch.uint8)
+    return table.view(len(noise), size)
 
 
 def unpack_group(batch: Batch) -> list[Response]:

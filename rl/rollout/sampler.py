@@ -19,12 +19,13 @@ from rl.data.batch import Batch
 from rl.data.prompts import PromptStream
 from rl.data.rollout_state import RolloutState
 from rl.report.metrics import Measures
-from rl.rewards.totals import total
+from rl.rewards.totals import PROBLEMS, total
 from rl.rollout.collect import Gathered, Rollouts
 from rl.rollout.dispatch import Sampling
 from rl.rollout.held import HeldGroups
 from rl.rollout.schedule import Round, Schedule
 
+PROBLEM_METRICS = frozenset(f"environment/{name}" for name in PROBLEMS)
 CARRIED, FINISHED, INFORMATIVE, MISSING = range(4)  # what a round has made of a group
 
 
@@ -68,6 +69,9 @@ class Sampler:
         state, held, numbers = self._schedule.state, self._held, self.sample_rounds(version)
         for name in self._counted:
             self._count(measures, name, held.counts[name])
+        if num_read := held.counts["rollout/read_tokens"]:
+            num_cached = held.counts["rollout/cached_tokens"] if self.stream is not None else 0
+            measures.mean("rollout/prefix_hit_rate", num_cached, num_read if self.stream is not None else 0)
         held.counts.clear()
         batch = self._settle(numbers)
         if state.max_lag:
@@ -133,7 +137,9 @@ class Sampler:
     def _outcomes(self, gathered: Gathered) -> list[int]:
         """Return what became of the groups of all actors. Masked responses make no group informative."""
         is_dynamic = self._algo.dynamic_sampling
-        outcomes = torch.zeros(len(gathered.owners) + 2, dtype=torch.int64)
+        counts = [gathered.num_preemptions, gathered.num_kept_tokens]
+        counts += [gathered.num_read_tokens, gathered.num_cached_tokens]
+        outcomes = torch.zeros(len(gathered.owners) + len(counts), dtype=torch.int64)
         for position, group in gathered.groups.items():
             if group.ended is not None:
                 continue
@@ -141,11 +147,13 @@ class Sampler:
             is_kept = not is_dynamic or is_informative(trained.rewards, trained.group_ids).any()
             outcomes[position] = INFORMATIVE if is_kept else FINISHED
         outcomes[list(gathered.missing)] = MISSING
-        outcomes[-2:] = torch.tensor([gathered.num_preemptions, gathered.num_kept_tokens])
+        outcomes[len(gathered.owners) :] = torch.tensor(counts)
         dist.all_reduce(outcomes, group=self.pg)  # only the owner of a group adds something
-        *found, num_preemptions, num_kept_tokens = outcomes.tolist()
+        *found, num_preemptions, num_kept_tokens, num_read_tokens, num_cached_tokens = outcomes.tolist()
         self._held.counts["rollout/preemptions"] += num_preemptions
         self._held.counts["rollout/kept_kv_tokens"] += num_kept_tokens
+        self._held.counts["rollout/read_tokens"] += num_read_tokens
+        self._held.counts["rollout/cached_tokens"] += num_cached_tokens
         return found
 
     def _settle(self, numbers: list[int]) -> Batch:
@@ -180,8 +188,11 @@ class Sampler:
             measures.mean(f"reward/{name}", *totals.get(f"reward/{name}", (0.0, 0.0)))
         for name in ("reward/timeouts", "reward/errors"):
             measures.sum(name, totals[name][0])
-        for name in sorted(self._scored - set(measures.names)):  # parts; only the functions know their names
-            measures.mean_if_any(name, *totals.get(name, (0.0, 0.0)))
+        for name in sorted(self._scored - set(measures.names)):  # parts, whose names only functions know; conversations
+            if name in PROBLEM_METRICS:
+                measures.sum(name, totals.get(name, (0.0, 0.0))[0])
+            else:
+                measures.mean_if_any(name, *totals.get(name, (0.0, 0.0)))
 
     def _count(self, measures: Measures, name: str, count: int) -> None:
         """Add a number that every actor knows."""

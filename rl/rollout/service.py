@@ -14,14 +14,18 @@ from typing import Any, Protocol
 
 from rl.data.batch import Batch
 from rl.data.prompts import Tokenizer, sample_seed
+from rl.environments.protocol import Ask, Ended
 from rl.rewards.failure import RewardFailure, quote
 from rl.rewards.pool import RewardPool
 from rl.rollout.carried import CarriedGroup, FetchGroup
+from rl.rollout.conversations import RecordedConversation
 from rl.rollout.dispatch import NewTasks, Pull, Task
 from rl.rollout.engine import Completion, Engine, Request
+from rl.rollout.group import Group
 from rl.rollout.recovery import EngineHost
-from rl.rollout.responses import Response, pack_group, unpack_group
+from rl.rollout.responses import Response
 from rl.rollout.speeds import StepTimer
+from rl.rollout.turns import Conversations
 from rl.watch.heart import HEART, size_class
 from rl.world.messages import Letter, Message
 from rl.world.orders import Order
@@ -68,6 +72,8 @@ class ScoredGroup(Message):
     scores: list[dict[str, Any] | None]  # by sample; None: not scored in this round
     num_preemptions: int
     num_kept_tokens: int = 0  # tokens of carried responses whose KV cache older weights have computed
+    num_read_tokens: int = 0  # of the prompts of all turns of conversations
+    num_cached_tokens: int = 0  # of these, so many were in the prefix cache
     failures: list[RewardFailure] = field(default_factory=list)  # of the samples whose reward functions failed
 
 
@@ -80,68 +86,31 @@ class GroupProgress(Message):
     lengths: list[int]  # that the longest response of each group will have at least
 
 
+@dataclass(frozen=True)
+class TurnAsked(Message):
+    """Deliver what a conversation asks of the engine."""
+
+    ask: Ask
+
+
+@dataclass(frozen=True)
+class ConversationEnded(Message):
+    """Deliver the end of a conversation."""
+
+    ended: Ended
+
+
 class Recorder(Protocol):
     """Writes groups to files: see rl/rollout/archive.py."""
 
     def record(self, task: Task, group: ScoredGroup, rollouts: Batch) -> None: ...
 
 
-@dataclass
-class Group:
-    """The responses of one prompt in this round."""
-
-    task: Task
-    attempt: int = 0  # number of engines that failed while sampling it; scores of earlier attempts are dropped
-    carried: bytes | bytearray = b""  # the responses from earlier rounds, once their owner has sent them
-    responses: list[Response] = field(default_factory=list)  # by sample, once requests were added
-    running: set[int] = field(default_factory=set)  # samples that the engine still has to end or cut
-    scores: dict[int, dict[str, Any]] = field(default_factory=dict)  # of the responses that ended in this round
-    num_unscored: int = 0
-    num_preemptions: int = 0
-    num_kept_tokens: int = 0
-
-    @property
-    def is_sampled(self) -> bool:
-        return bool(self.responses) and not self.running
-
-    @property
-    def occupancy(self) -> float:
-        """Return how much of a group's room in the engine it needs. A carried group often has few responses left, and
-        would otherwise keep new groups out."""
-        is_partial = self.task.is_carried and self.responses
-        return len(self.running) / len(self.responses) if is_partial else 1.0
-
-    def least_length(self, progress: Mapping[str, int]) -> int:
-        """Return how long its longest response will be at least. `progress` is that of the engine, whose responses get
-        at least one more token."""
-        lengths = [len(response.tokens) for response in self.responses]
-        for sample in self.running:
-            lengths[sample] += progress[self.request_id(sample)] + 1
-        return max(lengths, default=0)
-
-    def request_id(self, sample: int) -> str:
-        return f"{self.task.batch}/{self.task.position}/{sample}"
-
-    def begin(self) -> None:
-        """Begin the round: continue the carried responses, or start new ones."""
-        count = self.task.sampling.num_samples
-        self.responses = unpack_group(Batch.from_bytes(self.carried)) if self.carried else _new_responses(count)
-        self.running = {sample for sample, response in enumerate(self.responses) if not response.is_ended}
-
-    def again(self) -> "Group":
-        """Return the group as it was before this round, for another engine."""
-        return Group(self.task, self.attempt + 1, self.carried)
-
-
-def _new_responses(count: int) -> list[Response]:
-    return [Response() for _ in range(count)]
-
-
 class RolloutService(Service):
     """Sample on one engine. Runs on all of its ranks; followers have no groups and only repeat the lead's calls."""
 
     name = "rollout"
-    kinds = (NewTasks, CarriedGroup, AddRequests, StepEngine, RebuildEngine, Scored)
+    kinds = (NewTasks, CarriedGroup, AddRequests, StepEngine, RebuildEngine, Scored, TurnAsked, ConversationEnded)
 
     def __init__(
         self,
@@ -154,6 +123,7 @@ class RolloutService(Service):
         leader: int,  # the rank that hands out tasks
         keeps_kv: bool = False,  # carried responses continue with the KV cache of older weights
     ):
+        """Set `conversations` before the first task, if samples are conversations."""
         self.host = host
         self._world, self._mail, self._rewards, self._tokenizer = world, world.mail, rewards, tokenizer
         self._max_num_groups, self._run_seed, self._leader = max_num_groups, run_seed, leader
@@ -165,6 +135,8 @@ class RolloutService(Service):
         self._reported_at = 0.0  # when the leader was told of the progress
         self._timer, self._is_decoding = StepTimer(), False  # whether the last step read no prompts
         self.recorder: Recorder | None = None  # in the phase rollout: writes groups to files
+        self.conversations: Conversations | None = None  # on the lead, if samples are conversations
+        self._room = 0  # for groups, that the leader knows of
         self._pull()
 
     @property
@@ -177,13 +149,15 @@ class RolloutService(Service):
 
     @property
     def is_scoring(self) -> bool:
-        """Return whether sampled responses wait for their scores."""
-        return any(group.num_unscored for group in self._groups.values())
+        """Return whether sampled responses wait for their scores, or conversations for tools."""
+        return any(group.num_unscored or group.conversations for group in self._groups.values())
 
     @property
     def awaited(self) -> str:
-        if self.is_scoring:
+        if any(group.num_unscored for group in self._groups.values()):
             return "the scores of its responses"
+        if self.is_scoring:
+            return "the tools and environments of its conversations"
         if self._to_restart:
             return "weights for its new engine"
         return f"work from rank {self._leader if self.host.is_lead else self.host.lead}"
@@ -200,25 +174,34 @@ class RolloutService(Service):
         match letter.message:
             case NewTasks(tasks):
                 self._start(tasks)
-            case CarriedGroup(batch, position):
+            case CarriedGroup(batch, position, records):
                 group = self._groups[batch, position]
-                group.carried = letter.payload
+                group.carried, group.records = letter.payload, records
                 self._begin([group])
                 self._pull()
             case AddRequests(requests):
                 self._add(requests)
-            case Scored((batch, position, sample, attempt), result):
-                scored = self._groups.get((batch, position))
-                if scored is None or attempt != scored.attempt:  # from an engine that has failed since then
-                    return
-                scored.scores[sample] = result
-                scored.responses[sample].reward = result["score"]
-                scored.num_unscored -= 1
-                self._deliver_if_done(scored)
+            case TurnAsked(ask):
+                asking = self._find(ask.key)
+                if asking is not None and self.conversations is not None and not self.conversations.ask(asking, ask):
+                    self._leave(asking, ask.key[2])
+            case ConversationEnded(ended):
+                ending = self._find(ended.key)
+                if ending is not None:
+                    self._end_conversation(ending, ended)
+            case Scored(key, result):
+                scored = self._find(key)
+                if scored is not None:
+                    self._take_score(scored, key[2], result)
             case StepEngine():
                 self.host.follow(self._step, self.name)
             case RebuildEngine():
                 self.host.replace()
+
+    def _find(self, key: tuple[int, ...]) -> Group | None:
+        """Return the group of a sample. Return None if the engine that sampled it has failed since then."""
+        group = self._groups.get((key[0], key[1]))
+        return group if group is not None and group.attempt == key[3] else None
 
     def work(self) -> None:
         if self._can_restart:
@@ -236,30 +219,67 @@ class RolloutService(Service):
         if was_decoding and self._is_decoding:
             self._timer.add(num_responses, time.perf_counter() - started)
         HEART.beat(f"{self.engine.num_unfinished} responses", sum(len(done.tokens) for done in ended))
-        is_last_of_group = [self._submit(completion) for completion in ended]
+        is_last_of_group = [self._take(completion) for completion in ended]
         self._report_progress(is_urgent=any(is_last_of_group))
-        if any(is_last_of_group):
+        if any(is_last_of_group) or (self.conversations is not None and self._num_free > self._room):
             self._pull()
 
-    def _submit(self, completion: Completion) -> bool:
-        """Submit a response to the reward functions if it has ended. Return whether its group is sampled now."""
-        batch, position, sample = map(int, completion.id.split("/"))
+    def _take(self, completion: Completion) -> bool:
+        """Take what the engine has sampled. Return whether its group is sampled now."""
+        batch, position, sample = map(int, completion.id.split("/")[:3])
         group = self._groups[batch, position]
-        task, response = group.task, group.responses[sample]
+        task = group.task
+        group.num_preemptions += completion.num_preemptions
         if task.is_carried:
             group.num_kept_tokens += completion.num_cached_tokens if self._keeps_kv else 0
-        sampling = task.sampling
-        response.append(completion, task.version, sampling.max_new_tokens, sampling.length(task.prompt, sample))
+        if self.conversations is not None:
+            if self.conversations.take(group, sample, completion):
+                return False
+        else:
+            response, sampling = group.responses[sample], task.sampling
+            response.append(completion, task.version, sampling.max_new_tokens, sampling.length(task.prompt, sample))
+            if response.is_ended:
+                self._submit(group, sample, response.tokens)
         group.running.discard(sample)
-        group.num_preemptions += completion.num_preemptions
-        if response.is_ended:
-            group.num_unscored += 1
-            key, row = (batch, position, sample, group.attempt), task.prompt.row | {"answer": task.prompt.answer}
-            text = self._tokenizer.decode(response.tokens, skip_special_tokens=True)
-            assert self._rewards is not None
-            self._rewards.submit(key, task.prompt.text, text, row, sampling.answer_of)
         self._deliver_if_done(group)
         return group.is_sampled
+
+    def _submit(self, group: Group, sample: int, tokens: list[int], about: Mapping[str, Any] | None = None) -> None:
+        """Submit a response to the reward functions. They find what is known `about` it in its row."""
+        task, prompt = group.task, group.task.prompt
+        key, row = (task.batch, task.position, sample, group.attempt), prompt.row | {"answer": prompt.answer}
+        text = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        assert self._rewards is not None
+        group.num_unscored += 1
+        self._rewards.submit(key, prompt.text, text, row | dict(about or {}), task.sampling.answer_of)
+
+    def _end_conversation(self, group: Group, ended: Ended) -> None:
+        """Have a conversation scored. If the user's code has failed, it has no score."""
+        assert self._rewards is not None
+        sample, conversation = ended.key[2], group.conversations[ended.key[2]]
+        conversation.end(ended)
+        group.scores[sample] = {"ending": ended.ending, "counts": ended.counts}
+        if ended.problem:
+            group.num_unscored += 1
+            self._take_score(group, sample, self._rewards.failed(ended.ending, ended.problem))
+        else:
+            about = {"messages": ended.messages, "environment_reward": ended.reward}
+            self._submit(group, sample, conversation.last_tokens, about)
+        self._leave(group, sample)
+
+    def _take_score(self, group: Group, sample: int, result: dict[str, Any]) -> None:
+        group.scores[sample] = group.scores.get(sample, {}) | result
+        group.samples[sample].reward = result["score"]
+        group.num_unscored -= 1
+        self._deliver_if_done(group)
+
+    def _leave(self, group: Group, sample: int) -> None:
+        """Let a conversation leave the round: it has ended, or goes on in the next round."""
+        group.running.discard(sample)
+        self._deliver_if_done(group)
+        if group.is_sampled:
+            self._report_progress(is_urgent=True)
+            self._pull()
 
     def _report_progress(self, is_urgent: bool) -> None:
         """Tell the leader how far the groups are that it follows. At other than urgent times, do so now and then."""
@@ -289,6 +309,8 @@ class RolloutService(Service):
             "sampled again"
         )
         print(text, file=sys.stderr, flush=True)
+        if self.conversations is not None:
+            self.conversations.drop(lost)
         again = {(group.task.batch, group.task.position): group.again() for group in lost}
         self._groups |= again
         # A carried group without responses still waits for its owner.
@@ -303,11 +325,16 @@ class RolloutService(Service):
         for rank in self.host.followers:
             self._mail.send(rank, message)
 
+    @property
+    def _num_free(self) -> int:
+        """Return the number of groups for which the engine has room."""
+        free = self._max_num_groups - sum(group.occupancy for group in self._being_sampled)
+        return max(0, math.floor(free + 1e-6))
+
     def _pull(self) -> None:
         if self.host.is_lead:
-            groups = self._being_sampled
-            room = math.floor(self._max_num_groups - sum(group.occupancy for group in groups) + 1e-6)
-            self._mail.send(self._leader, Pull(max(room, 0), len(groups), self._timer.take()))
+            self._room = self._num_free
+            self._mail.send(self._leader, Pull(self._room, len(self._being_sampled), self._timer.take()))
 
     def _start(self, tasks: list[Task]) -> None:
         groups = {(task.batch, task.position): Group(task) for task in tasks}
@@ -330,8 +357,14 @@ class RolloutService(Service):
                     f"got a task for weights of version {group.task.version}, but this engine has verified {held}; "
                     "this is a bug in the order of sync and dispatch"
                 )
-            group.begin()
-        requests = make_requests(groups, self._run_seed, self._keeps_kv)
+            group.begin(are_conversations=self.conversations is not None)
+        if self.conversations is not None:
+            self.conversations.begin(groups)
+        else:
+            self.add_requests(make_requests(groups, self._run_seed, self._keeps_kv))
+
+    def add_requests(self, requests: list[Request]) -> None:
+        """Give requests to the engine, on all of its ranks. Called on the lead."""
         self._tell_followers(AddRequests(requests))
         self._add(requests)
 
@@ -352,29 +385,32 @@ class RolloutService(Service):
         """Deliver a group at the end of its round: nothing is being sampled, and everything that ended has a score."""
         if not group.is_sampled or group.num_unscored:
             return
-        task, samples = group.task, range(len(group.responses))
+        task = group.task
         del self._groups[task.batch, task.position]
-        rollouts = pack_group(task.prompt.tokens, task.position, group.responses)
-        kept = [
-            {name: group.scores[sample][name] for name in ("parts", "status", "answer")}
-            if sample in group.scores
-            else None
-            for sample in samples
-        ]
+        rollouts = group.pack()
         failures = [
-            replace(score["failure"], sample=self._show(task, group.responses[sample]))
+            replace(score["failure"], sample=self._show(task, group.samples[sample]))
             for sample, score in sorted(group.scores.items())
             if score["failure"] is not None
         ]
         message = ScoredGroup(
-            task.batch, task.position, self.engine.name, kept, group.num_preemptions, group.num_kept_tokens, failures
+            task.batch,
+            task.position,
+            self.engine.name,
+            [group.result_of(sample) for sample in range(len(group.samples))],
+            group.num_preemptions,
+            group.num_kept_tokens,
+            group.num_read_tokens,
+            group.num_cached_tokens,
+            failures,
         )
         if self.recorder is not None and task.round:
             self.recorder.record(task, message, rollouts)
         self._mail.send(task.owner, message, payload=rollouts.to_bytes())
 
-    def _show(self, task: Task, response: Response) -> str:
-        text = self._tokenizer.decode(response.tokens, skip_special_tokens=True)
+    def _show(self, task: Task, sample: Response | RecordedConversation) -> str:
+        tokens = sample.tokens if isinstance(sample, Response) else sample.last_tokens
+        text = self._tokenizer.decode(tokens, skip_special_tokens=True)
         return f"{task.prompt.place}, prompt: {quote(task.prompt.text)}, response: {quote(text)}"
 
 

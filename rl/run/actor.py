@@ -53,7 +53,7 @@ class Actor:
 
     def describe(self, batch: Batch) -> dict[str, float]:
         """Return the metrics of the whole batch. Raise if engine and learner disagree about the logprobs."""
-        values = describe(batch).reduce(self.sampler.pg)
+        values = describe(batch, self.config.environment.is_set).reduce(self.sampler.pg)
         check_mismatch(values.get("policy/mismatch_kl", 0.0), self.config.rollout.max_mismatch_kl)
         return values
 

@@ -38,6 +38,11 @@ SETTINGS = (
     *("rollout.top_p", "rollout.top_k", "rollout.max_new_tokens", "rollout.max_tokens_per_round"),
     *("rollout.deterministic", "reward.function", "reward.options", "debug.mean_response_tokens"),
 )
+# The same of conversations. Runs without them leave these out.
+ENVIRONMENT_SETTINGS = (
+    *("tools", "class", "rollout", "options", "max_turns", "max_tokens_per_turn", "max_observation_tokens"),
+    *("max_conversation_tokens", "max_seconds", "timeout_s", "on_rewrite"),
+)
 TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "chat_template")
 
 
@@ -93,7 +98,8 @@ def provenance_of(run: Run, stream: PromptStream) -> Provenance:
 
 
 def _settings(config: Config) -> dict[str, Any]:
-    return {name: json.loads(json.dumps(attrgetter(name)(config))) for name in SETTINGS}
+    conversations = [f"environment.{name}" for name in ENVIRONMENT_SETTINGS] if config.environment.is_set else []
+    return {name: json.loads(json.dumps(attrgetter(name)(config))) for name in (*SETTINGS, *conversations)}
 
 
 def _digest(files: Mapping[str, bytes]) -> str:
@@ -171,8 +177,10 @@ def _read(run: Run, stream: PromptStream, files: Mapping[GroupKey, StoredFile]) 
 
 def _check_prompt(group: Trajectory, stream: PromptStream, number: int, num_samples: int) -> None:
     batch, prompt = group.batch, stream.at(number).tokens
-    if batch.num_sequences != num_samples:
-        raise ValueError(f"it has {count_of(batch.num_sequences, 'sample')}, but a group has {num_samples}")
+    if batch.num_conversations != num_samples:
+        raise ValueError(f"it has {count_of(batch.num_conversations, 'sample')}, but a group has {num_samples}")
+    if batch.samples is not None:  # an environment may add to the prompt, and a later stretch begins with other tokens
+        return
     starts = batch.cu_lengths.tolist()
     if any(batch.tokens[start : start + len(prompt)].tolist() != prompt for start in starts[:-1]):
         raise ValueError(f"its prompt is not that of place {number} in the prompt stream")

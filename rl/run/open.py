@@ -13,9 +13,11 @@ from rl.checkpoint.resume import Resume, agree_on_resume
 from rl.checkpoint.store import CheckpointStore
 from rl.common.text import format_ranks
 from rl.config.modes import BOTH, PhaseOptions
-from rl.config.schema import Config, with_debugger_timeouts
+from rl.config.schema import Config, ConfigError, with_debugger_timeouts
 from rl.data.prompts import Tokenizer
 from rl.data.sources import Data, check_files, read_data
+from rl.environments.pool import ConversationPool
+from rl.environments.protocol import Ask, Ended
 from rl.learner.optimizers import check_optimizer
 from rl.model.shape import check_model
 from rl.model.tokenizer import load_tokenizer
@@ -24,9 +26,11 @@ from rl.placement.nodes import Nodes
 from rl.placement.roles import Placement, plan
 from rl.report.sizes import describe_data_parallelism
 from rl.report.writers import check_writers
+from rl.rewards.find import read_rules
+from rl.rewards.launch import ServerProcess, launch
 from rl.rewards.pool import RewardPool
 from rl.rollout.archive import StoredGroups
-from rl.rollout.service import Scored
+from rl.rollout.service import ConversationEnded, Scored, TurnAsked
 from rl.run.checks import check_settings
 from rl.run.find_data import find_datasets
 from rl.run.find_models import find_models
@@ -61,6 +65,7 @@ class Run:
     resume: Resume | None  # the checkpoint to resume from
     data: Data | None = None  # on the leader
     rewards: RewardPool | None = None  # on ranks that lead an engine
+    conversations: ConversationPool | None = None  # on ranks that lead an engine, if the config has an environment
     phase: PhaseOptions = BOTH
     stored: StoredGroups | None = None  # the groups of the next step that are in files; None in the phase both
 
@@ -101,6 +106,8 @@ def open_run(world: World, config: Config, config_name: str, phase: PhaseOptions
         check_functions(config.algo)
         check_optimizer(config.actor.optimizer)
     rewards = _start_rewards(world, config, placement)
+    is_lead = any(ranks[0] == world.rank for ranks in placement.engines)
+    conversation_server = launch("rl.environments.server") if is_lead and config.environment.is_set else None
     if is_leader:
         check_writers(config.metrics.writers)
         only = "" if phase.name == "both" else f"phase {phase.name}, "
@@ -114,6 +121,9 @@ def open_run(world: World, config: Config, config_name: str, phase: PhaseOptions
         models = find_models(world.mail, placement, config, folder)
         datasets = find_datasets(world.mail, placement, config, folder)
     check_model(config, models["model.path"])
+    conversations = None
+    if conversation_server is not None:
+        conversations = _start_conversations(world, config, conversation_server, models["model.path"])
     if rewards is not None:
         rewards.wait_ready()
     world.meet("model found")  # a download may take long, and the calls below have a timeout
@@ -130,7 +140,7 @@ def open_run(world: World, config: Config, config_name: str, phase: PhaseOptions
     world.at_end(store.close)
     with world.stage("resume"):
         resume = agree_on_resume(world.mail, placement, store, config)
-    return Run(world, config, placement, groups, folder, models, store, resume, data, rewards, phase)
+    return Run(world, config, placement, groups, folder, models, store, resume, data, rewards, conversations, phase)
 
 
 def agree_on_steps(world: World, placement: Placement, config: Config, data: Data | None) -> Config:
@@ -173,6 +183,28 @@ def _start_rewards(world: World, config: Config, placement: Placement) -> Reward
     num_workers = config.reward.num_workers or max(1, min(MAX_REWARD_WORKERS, share))
     pool = RewardPool(server, config.reward, num_workers, deliver, world.mail.fail)
     world.at_end(pool.close)
+    return pool
+
+
+def _start_conversations(world: World, config: Config, server: ServerProcess, model_folder: Path) -> ConversationPool:
+    """Load the user's tools or environment. Raise ConfigError if something is wrong with them."""
+
+    def deliver(message: Ask | Ended) -> None:
+        world.mail.send(world.rank, TurnAsked(message) if isinstance(message, Ask) else ConversationEnded(message))
+
+    pool = ConversationPool(server, config, model_folder, deliver, world.mail.fail)
+    world.at_end(pool.close)
+    has_reward, is_used = pool.wait_ready(), any(rule.spec == "environment" for rule in read_rules(config.reward))
+    if has_reward and not is_used:
+        raise ConfigError(
+            f"reward.function: got {config.reward.function!r}, but the environment has a reward of its own, which it "
+            "ignores; set reward.function=environment, or a mapping such as {environment: 1, format: 0.1}"
+        )
+    if is_used and not has_reward:
+        raise ConfigError(
+            f"reward.function: got environment, but {config.environment.class_} has no method `reward`; write one, or "
+            "choose another function"
+        )
     return pool
 
 

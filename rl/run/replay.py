@@ -29,6 +29,7 @@ from rl.common.files import join_inside
 from rl.common.text import count_of, format_ranges
 from rl.config.schema import Config, resolve_path
 from rl.data.batch import Batch
+from rl.data.conversations import count_observed
 from rl.data.group_file import StoredGroup, groups_from_bytes, step_from_bytes
 from rl.learner.credit import assign_credit
 from rl.model.hub import download
@@ -231,7 +232,7 @@ def replay(saved: SavedStep, with_loss: bool = True, model_limit: float | None =
         result.comparisons += _compare_lags(saved, saved.lags)
     pg = processes.actor_pg
     assert pg is not None
-    values, measures = describe(saved.batch).reduce(pg), Measures()
+    values, measures = describe(saved.batch, saved.config.environment.is_set).reduce(pg), Measures()
     if saved.kl_coef is None:
         result.notes.append("advantages and loss: neither the metrics nor a checkpoint has the KL coefficient")
     else:
@@ -379,20 +380,23 @@ class _LocalFiles:
 
 
 def describe_groups(saved: SavedStep) -> list[dict[str, Any]]:
-    """Return one row per group: its place in the stream and in the batch, lengths, versions, lag and rewards."""
+    """Return one row per group: its place in the stream and in the batch, lengths, versions, lag and rewards. Those of
+    conversations are by sample, and name the number of sequences too."""
     rows = []
     for group in saved.groups:
         batch, mask = group.batch, group.batch.loss_mask
-        lengths, versions = batch.response_lengths, batch.versions[mask]
+        lengths, versions = batch.conversation_lengths, batch.versions[mask]
         row = {
             "group": group.number,
             "place": _place(group),
-            "samples": batch.num_sequences,
+            "samples": batch.num_conversations,
             "prompt_tokens": int(batch.prompt_lengths[0]),
             "response_tokens": lengths.tolist(),
             "versions": sorted(set(versions.tolist())),
-            "reward_mean": batch.rewards.mean().item(),
+            "reward_mean": batch.rewards[batch.starts_conversation].mean().item(),
         }
+        if batch.turns is not None:
+            row |= {"sequences": batch.num_sequences, "observed_tokens": count_observed(batch).tolist()}
         if saved.version is not None and versions.numel():
             lags = (saved.version - versions).double()
             row |= {"lag_mean": lags.mean().item(), "lag_max": int(lags.max())}

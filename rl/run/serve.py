@@ -12,6 +12,7 @@ from rl.rollout.archive import GroupRecorder
 from rl.rollout.engine import Engine, EngineSeat, build_engine
 from rl.rollout.recovery import EngineHost
 from rl.rollout.service import RolloutService
+from rl.rollout.turns import Conversations
 from rl.run.models import build_logprob_service
 from rl.run.open import Run
 from rl.sync.donation import WeightDonation
@@ -54,6 +55,8 @@ def build_rollout_service(run: Run) -> RolloutService | None:
     run_seed = config.run.seed if config.rollout.deterministic or seat.tp_size > 1 else None
     leader, max_num_groups, keeps_kv = run.placement.leader, config.rollout.max_num_groups, config.rollout.keep_kv
     service = RolloutService(world, host, run.rewards, run.tokenizer, max_num_groups, run_seed, leader, keeps_kv)
+    if run.conversations is not None:
+        service.conversations = Conversations(run.conversations.send, service.add_requests, config, run_seed)
     if run.stored is not None and host.is_lead:
         service.recorder = GroupRecorder(world.mail, leader, run.folder, run.stored.order)
     return service

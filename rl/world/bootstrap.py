@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from rl.common.json_channel import JsonChannel
-from rl.rewards.launch import RewardServerProcess, launch
+from rl.rewards.launch import ServerProcess, launch
 from rl.watch.parent import die_with_parent
 from rl.watch.tee import start_tee, write_log
 from rl.watch.watchdog import start_watchdog
@@ -27,7 +27,7 @@ if "TORCHELASTIC_RUN_ID" in os.environ:
     die_with_parent(signal.SIGKILL)  # otherwise a killed agent would leave orphans that hold GPUs
 _watchdog = None
 _tee: socket.socket | None = None
-_reward_server: RewardServerProcess | None = None
+_reward_server: ServerProcess | None = None
 if "RANK" in os.environ and MARK not in os.environ:
     os.environ[MARK] = str(os.getpid())  # children that import this module are not ranks
     gc.disable()
@@ -83,7 +83,7 @@ def log_to(path: Path) -> None:
         write_log(_tee, path)
 
 
-def reward_server() -> RewardServerProcess:
+def reward_server() -> ServerProcess:
     """Hand the reward server over to the caller. Start one if there is none."""
     global _reward_server
     server, _reward_server = _reward_server or launch(), None

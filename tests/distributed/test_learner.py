@@ -9,12 +9,14 @@ from safetensors.torch import load_file
 from tests.own_functions import write_functions
 from tests.update import (
     ALGO,
+    CONVERSATIONS,
     CRITIC,
     MODELS,
     VARIANTS,
     Reference,
     check,
     check_weights,
+    conversation_job,
     critic_job,
     job,
     make_batch,
@@ -118,6 +120,7 @@ DISAGREEING = {
 POISONED = job("a weight is NaN", MODELS[0]) | {"poisoned": "model.norm.weight"}
 MASKED_CRITIC = critic_job("critic without truncated responses", MODELS[0]) | {"algo": ALGO | {"mask_truncated": True}}
 ALGORITHMS = {name: variant_job(name) for name in VARIANTS}
+TALKS = {(num_ranks, name): conversation_job(name, num_ranks) for num_ranks in (1, 2) for name in CONVERSATIONS}
 CRITIC_WAYS = {1: {"max_tokens": 10_000}, 2: {"offload": "rollout"}, 4: {"recompute": "full", "idle": True}}
 CRITICS = {
     (num_ranks, model): critic_job(f"critic of {model} {num_ranks}", model, **way)
@@ -162,6 +165,8 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     """Compute the reference and run all jobs, in one world for each number of ranks."""
     reference = make_reference(tmp_path_factory.mktemp("learner"))
     jobs = {size: [*ways(size), *EXTRA[size], *(CRITICS[size, model] for model in MODELS)] for size in WAYS}
+    for (num_ranks, _), talk in TALKS.items():
+        jobs[num_ranks].append(talk)
     own = f"{write_functions(reference.folder / 'own.py')}:clipped_ratio"
     jobs[2].append(RECORDED[0] | {"algo": RECORDED[0]["algo"] | {"loss": own}})
     run_jobs(reference.folder, jobs, timeout_s=400)
@@ -186,6 +191,17 @@ def test_every_loss_equals_the_plain_one(reference: Reference, name: str) -> Non
     check_weights(weights_of(reference.folder, ALGORITHMS[name]), weights, 2e-5, ALGORITHMS[name])
     if "kl_coef" not in VARIANTS[name][0] and "entropy_coef" not in VARIANTS[name][0]:
         assert values["loss/policy"] == pytest.approx(loss, abs=1e-5)
+
+
+@pytest.mark.parametrize(("num_ranks", "name"), TALKS)
+def test_credit_and_update_of_conversations_equal_plain_ones(reference: Reference, num_ranks: int, name: str) -> None:
+    """Conversations have several turns, with observations between them, in one or several sequences."""
+    weights, loss, norm = reference.conversations[name]
+    talk = TALKS[num_ranks, name]
+    values = values_of(reference.folder, talk)
+    assert values["loss/policy"] == pytest.approx(loss, abs=1e-5)
+    assert values["optim/grad_norm"] == pytest.approx(norm, rel=1e-4)
+    check_weights(weights_of(reference.folder, talk), weights, 2e-5, talk)
 
 
 @pytest.mark.parametrize("model", MODELS)

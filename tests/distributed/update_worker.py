@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rl.config.schema import ActorConfig, AlgoConfig, Config, CriticConfig, InferenceConfig, RolloutConfig
 from rl.data.batch import Batch
 from rl.learner import sharded_trainer
+from rl.learner.credit import assign_credit
 from rl.learner.critic import CriticTrainer
 from rl.learner.policy import PolicyTrainer
 from rl.learner.scoring import LocalScorer, ScoringModels
@@ -47,7 +48,7 @@ def update(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
         model.get_parameter(name).requires_grad_(False)
     if job["poisoned"]:
         model.get_parameter(job["poisoned"]).to_local().detach().fill_(float("nan"))
-    batch = Batch.from_bytes((folder / "batch.safetensors").read_bytes())
+    batch = Batch.from_bytes((folder / job["batch"]).read_bytes())
     for field, (token, value) in job["edits"].items():
         getattr(batch, field)[token] = value
     batch.truncated[:] |= job["all_truncated"]
@@ -63,6 +64,8 @@ def update(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
     watched = WatchedUpdate(learner, reduces_once, checks_operators=not actor.compile)
     measures = Measures()
     share = batch.select(owned_by(rank, size, batch, job))
+    if share.advantages is None:
+        share = assign_credit(share, algo, rollout.max_new_tokens, algo.kl_coef, pg, measures)
     if job["old_logprobs"] != "given":
         share = dataclasses.replace(share, old_logprobs=None)
     if job["old_logprobs"] == "the engine's":

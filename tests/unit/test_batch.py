@@ -102,7 +102,7 @@ def test_bytes_round_trip(batch: Batch) -> None:
 
 def test_bytes_of_another_format_are_refused() -> None:
     with pytest.raises(
-        ValueError, match="got rollouts of the format None, but this program reads 'oneworld rollouts 1'"
+        ValueError, match="got rollouts of the format None, but this program reads 'oneworld rollouts 2'"
     ):
         Batch.from_bytes(save({"tokens": torch.zeros(1)}))
 

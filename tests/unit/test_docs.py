@@ -19,7 +19,7 @@ every_page = pytest.mark.parametrize("page", MARKDOWN, ids=lambda page: str(page
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 FOLDERS = "rl|tests|tools|launch|configs|docs|benchmarks"
 SECTIONS = {field.name for field in dataclasses.fields(Config)}
-METRIC = re.compile(r"(?<![\w/])(?:reward|loss|policy|rollout|optim|critic|perf|time)/[a-z_]+")
+METRIC = re.compile(r"(?<![\w/])(?:reward|loss|policy|rollout|optim|critic|perf|time|environment)/[a-z_]+")
 
 
 def prose(page: Path) -> str:
@@ -203,5 +203,6 @@ def test_every_metric_is_explained() -> None:
     assert sorted(written - explained) == []
     assert sorted(name for name in explained if not name.startswith("time/") and name not in written) == [
         *("critic/grad_norm", "critic/lr", "critic/skipped_steps"),  # written under the trainer's prefix
+        "environment/tokens_turn_",  # and the number of the turn
         *("optim/grad_norm", "optim/lr", "optim/skipped_steps"),
     ]

@@ -9,8 +9,9 @@ from rl.data.batch import Batch
 from rl.data.prompts import Prompt, sample_seed
 from rl.rollout.dispatch import Sampling, Task
 from rl.rollout.engine import Completion, Request
+from rl.rollout.group import Group
 from rl.rollout.responses import Response, pack_group, unpack_group
-from rl.rollout.service import Group, make_requests
+from rl.rollout.service import make_requests
 
 STOP = 0
 PROMPT = Prompt(9, 1, "text", "abc", [11, 12])

@@ -15,7 +15,7 @@ import pytest
 from rl.config.schema import ROOT, ConfigError, RewardConfig
 from rl.rewards import pool as pool_module
 from rl.rewards.failure import RewardFailure
-from rl.rewards.launch import RewardServerProcess, launch
+from rl.rewards.launch import ServerProcess, launch
 from rl.rewards.pool import RewardPool
 from tests.reward_attacks import SPEC, Results, marked, members, wait_for_none
 
@@ -34,7 +34,7 @@ def mark() -> Iterator[str]:
 
 
 def make_pool(
-    function: object, num_workers: int = 2, timeout_s: float = 10.0, server: RewardServerProcess | None = None
+    function: object, num_workers: int = 2, timeout_s: float = 10.0, server: ServerProcess | None = None
 ) -> tuple[RewardPool, Results]:
     results, config = Results(), RewardConfig(function=function, timeout_s=timeout_s)
     pool = RewardPool(server or launch(), config, num_workers, results.deliver, results.fail)
