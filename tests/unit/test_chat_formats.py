@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -299,7 +300,7 @@ def test_a_call_of_the_family_is_read_from_its_tokens(form: str, folder_of: Fold
     assert say(chat, folder_of(name), "Just text.") == ParsedTurn("Just text.")
     first = FAMILIES[name].special[0]  # before each letter, so that it is encoded as in the middle of a text
     spelled = [tokenizer_of(folder_of(name)).encode(first + letter, add_special_tokens=False)[1:] for letter in text]
-    assert chat.parse(sum(spelled, []), []) == ParsedTurn("", calls=[call])
+    assert chat.parse([*chain.from_iterable(spelled)], []) == ParsedTurn("", calls=[call])
 
 
 @pytest.mark.parametrize(("form", "text"), OTHER_FORMS)
