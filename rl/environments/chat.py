@@ -308,7 +308,7 @@ class TemplateChat:
             if not after.startswith(before):
                 return f"what was {_difference(before, after)} then is {_difference(after, before)}"
             if not after.endswith(following):
-                return f"{_difference(following[::-1], after[::-1])[::-1]} depends on earlier turns"
+                return f"after one turn it writes {following!r}, and later {after[-len(following) :]!r}"
             turn = after[len(before) : len(after) - len(following)]
             for word in (thought, said):
                 if word not in turn:

@@ -404,6 +404,14 @@ def test_a_template_that_drops_the_beginning_of_a_turn(tmp_path: Path) -> None:
     assert not load_chat_format(folder, TOOLS, "split").appends("tool")
 
 
+def test_a_template_that_numbers_the_messages(tmp_path: Path) -> None:
+    source = "{% for m in messages %}{{ loop.index }}: {{ m.content }}<|im_end|>{% endfor %}"
+    folder = make_model_folder(tmp_path / "model", "smollm2", source)
+    with pytest.raises(ConfigError, match=r"after one turn it writes '3: Result1x<.im_end.>', and later '5: Result1x<"):
+        load_chat_format(folder, [], "refuse", has_step=True)
+    assert not load_chat_format(folder, [], "split", has_step=True).appends("user")
+
+
 def test_a_template_that_moves_the_system_message(folder_of: Folders) -> None:
     """Mistral's writes it at the last message, if that is the user's."""
     chat = load(folder_of, "mistral", "tool")
