@@ -9,15 +9,15 @@
 
 An instance lives in one process, together with others. If that process ends because of another conversation, the
 instance is rebuilt elsewhere before its next call: the calls that it has had are repeated, and their results are
-ignored. So an environment must do the same if it gets the same calls. In processes for code that is not asynchronous,
-`random` and numpy's global generator are seeded before each call, so code that uses them does the same too. The results
-of a rollout function's `generate` are recorded, and answered again if the function has to be repeated.
+ignored. So an environment must do the same if it gets the same calls. The lost instance is not closed. In processes
+for code that is not asynchronous, `random` and numpy's global generator are seeded before each call, so code that uses
+them does the same too. The results of a rollout function's `generate` are recorded, and answered again if the function
+has to be repeated.
 """
 
 import asyncio
 import os
 from collections import Counter
-from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,7 +37,7 @@ GENERATE_ARGUMENTS = msgspec.msgpack.Decoder(tuple[list[int], dict[str, Any]])
 
 
 class RecordedCall(NamedTuple):
-    """A call that a conversation has made. Plain data, so that it can be stored and repeated later."""
+    """A call that a conversation has made, to be repeated if its instance has to be rebuilt."""
 
     kind: str  # reset, tool, step or reward
     name: str = ""  # of the tool
@@ -164,15 +164,6 @@ class EnvironmentWorkers:
             known.rollout.cancel()
         if known.process is not None:
             self._release(known)
-
-    def recorded_calls(self, conversation: str) -> list[RecordedCall]:
-        """Return what `restore` needs to continue this conversation elsewhere, besides its row and seed."""
-        return list(self._conversations[conversation].calls)
-
-    def restore(self, conversation: str, row: dict[str, Any], seed: int, calls: Sequence[Sequence[Any]]) -> None:
-        """Continue a conversation that was begun elsewhere. Its instance is rebuilt before its next call."""
-        known = self._conversations[conversation] = _Conversation(conversation, row, seed)
-        known.calls = [RecordedCall(*call) for call in calls]
 
     def close(self) -> None:
         """End all processes."""
