@@ -108,7 +108,14 @@ class TemplateChat:
     def render(self, messages: Sequence[Message]) -> list[int]:
         if self._refuses and messages[0]["role"] == "system":
             self._refuse(self._system_rewrites, " and the conversation has a system message")
-        return self._encode(self._template.write(self._clean(messages)))
+        try:
+            return self._encode(self._template.write(self._clean(messages)))
+        except Exception as error:  # a template may raise anything
+            raise ValueError(
+                f"the model's chat template cannot write a conversation with the roles "
+                f"{', '.join(message['role'] for message in messages)} ({type(error).__name__}: {error}); change the "
+                "messages of the data or of the environment's `reset`"
+            ) from None
 
     def parse(self, completion: list[int], prompt: Sequence[int]) -> ParsedTurn:
         """Read a turn from its text, in which special tokens appear as their strings.

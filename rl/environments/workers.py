@@ -19,6 +19,7 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -30,7 +31,6 @@ from rl.environments.interface import Generate, Generated, Outcome, ToolCall
 from rl.environments.processes import PendingCall, ProcessLostError, ProcessPool, WorkerProcess
 from rl.environments.worker import CallRequest
 
-MAX_LOSSES = 3  # times that a call may lose its process to others before it gets a process of its own
 MAX_ALONE = 4  # calls at a time that have a process of their own
 AGAIN_S = 0.05  # pause before a call is repeated
 GENERATE_ARGUMENTS = msgspec.msgpack.Decoder(tuple[list[int], dict[str, Any]])
@@ -247,13 +247,13 @@ class EnvironmentWorkers:
     async def _repeat(self, make: Any, *arguments: Any) -> Outcome:
         """Make a call again while its process ends for other reasons. If this call may be the reason, it gets a process
         of its own, in which it can only harm itself."""
-        for _ in range(MAX_LOSSES):
+        is_suspect = False
+        while not is_suspect:  # each time, another call gets its outcome, or a process is started later
             try:
                 return await make(False, *arguments)
             except ProcessLostError as error:
-                if error.is_suspect:
-                    break
-                await asyncio.sleep(0)
+                is_suspect = error.is_suspect
+                await asyncio.sleep(AGAIN_S)
         async with self._alone:
             while True:
                 try:
@@ -314,4 +314,5 @@ def _not_deterministic() -> Outcome:
 
 
 def _open_files() -> set[int]:
-    return set(map(int, os.listdir("/proc/self/fd")))
+    listed = map(int, os.listdir("/proc/self/fd"))
+    return {fd for fd in listed if Path(f"/proc/self/fd/{fd}").exists()}  # without the listing's own
