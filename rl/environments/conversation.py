@@ -51,6 +51,7 @@ class LiveConversation:
         self._num_told = len(self._messages)  # of these messages, the lead knows so many
         self._counts = Counter(opened.counts)
         self._num_turns = 0
+        self._failures: list[str] = []  # of tools, which the lead does not know yet
         self._limit: Ending | None = None  # that the last turn has reached
         self._turns = asyncio.Lock()  # a rollout function may ask for several turns at once, but gets them in order
 
@@ -61,7 +62,7 @@ class LiveConversation:
         finally:
             self._workers.drop(self._name)
         self._counts["turns"] = self._num_turns
-        return Ended(self._opened.key, ending, reward, problem, self._messages, dict(self._counts))
+        return Ended(self._opened.key, ending, reward, problem, self._messages, dict(self._counts), self._failures)
 
     async def _run_within_limit(self) -> tuple[Ending, Any, str]:
         ending: Ending
@@ -81,7 +82,7 @@ class LiveConversation:
         if not self._workers.has_reward:
             return ending, None, ""
         outcome = await self._workers.reward(self._name)
-        return (ending, outcome.value, "") if outcome.status == "ok" else (_failure_of(outcome), None, outcome.text)
+        return (ending, outcome.value, "") if outcome.status == "ok" else (_failure_of(outcome), None, _explain(outcome))
 
     async def _roll_out(self) -> Any:
         opened = self._opened
@@ -127,7 +128,7 @@ class LiveConversation:
         if self._settings.class_:
             for recorded in history[:-1]:
                 await self._react(self._chat.parse(recorded.tokens, recorded.prompt))
-        self._counts = counts  # these calls were counted before
+        self._counts, self._failures = counts, []  # these calls were counted before
         self._messages += [message for recorded in history for message in recorded.messages]
         self._num_turns, self._num_told = len(history) - 1, len(self._messages)
         return history[-1].prompt
@@ -158,8 +159,10 @@ class LiveConversation:
         self._counts["calls"] += 1
         if outcome.status != "ok":
             self._counts[COUNT_OF[outcome.status]] += 1
+        if outcome.status in ("error", "timeout", "crash"):
+            self._failures.append(f"{call.name}: {_explain(outcome)}")
         if outcome.status in ("timeout", "crash") and self._settings.class_:  # the environment is lost
-            raise Over(outcome.status, outcome.text)
+            raise Over(outcome.status, _explain(outcome))
         return outcome
 
     def _prompt_after(
@@ -184,7 +187,8 @@ class LiveConversation:
                 return Generated(history[turn].tokens, "stop")
             limit = min(filter(None, (max_tokens, self._settings.max_tokens_per_turn)), default=0)
             told, self._num_told = self._messages[self._num_told :], len(self._messages)
-            answer = await self._ask(Ask(self._opened.key, turn, ids, limit, told, dict(self._counts)))
+            failures, self._failures = self._failures, []
+            answer = await self._ask(Ask(self._opened.key, turn, ids, limit, told, dict(self._counts), failures))
             if answer.finish in ("tokens", "context"):
                 self._limit = answer.finish
             if not answer.tokens:
@@ -200,8 +204,13 @@ class LiveConversation:
 def _require(outcome: Outcome) -> Outcome:
     """Return an outcome that is ok. Otherwise, end the conversation."""
     if outcome.status != "ok":
-        raise Over(_failure_of(outcome), outcome.text or outcome.status)
+        raise Over(_failure_of(outcome), _explain(outcome))
     return outcome
+
+
+def _explain(outcome: Outcome) -> str:
+    """Return why a call has failed, with file and line if they are known."""
+    return (outcome.text or outcome.status) + (outcome.place and f" ({outcome.place})")
 
 
 def _failure_of(outcome: Outcome) -> Ending:
