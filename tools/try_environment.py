@@ -106,7 +106,9 @@ class LocalModel:
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         dtype = getattr(torch, config.model.dtype)
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(self._device).eval()
-        self._model.generation_config = GenerationConfig()  # that of the folder may have penalties, which no engine uses
+        self._model.generation_config = (
+            GenerationConfig()
+        )  # that of the folder may have penalties, which no engine uses
         self._stops = stops
 
     def speak(self, request: Request) -> Completion:
@@ -197,7 +199,10 @@ class Trial:
             return False
         prompt, tokens = self._prompt, self._group.conversations[0].last_tokens
         values = prompt.row | {"answer": prompt.answer, "messages": ended.messages, "environment_reward": ended.reward}
-        row, text = TrialRow(prompt.place, prompt.text, values), self._tokenizer.decode(tokens, skip_special_tokens=True)
+        row, text = (
+            TrialRow(prompt.place, prompt.text, values),
+            self._tokenizer.decode(tokens, skip_special_tokens=True),
+        )
         result = score_responses(self._config.reward, row, {"response": text})["response"]
         if result["failure"] is not None:
             say(f"no reward, because {result['failure']}. A run counts it as 0")

@@ -43,7 +43,9 @@ def describe_conversations(config: Config, loaded: Ready) -> list[str]:
         who += ", and `step` for messages without calls" if loaded.has_step and loaded.tools else ""
         who += f"; calls in the format {loaded.call_format}" if loaded.tools and loaded.call_format else ""
     per_turn = f" ({environment.max_tokens_per_turn} per turn)" if environment.max_tokens_per_turn else ""
-    limits = f"at most {count_of(environment.max_turns, 'turn')}, {rollout.max_new_tokens} tokens of the model{per_turn}"
+    limits = (
+        f"at most {count_of(environment.max_turns, 'turn')}, {rollout.max_new_tokens} tokens of the model{per_turn}"
+    )
     limits += f", {environment.max_observation_tokens} tokens per observation, {environment.timeout_s:g} s per call"
     limits += f" and {environment.max_seconds:g} s in all"
     prompt, after = config.data.max_prompt_tokens, config.max_tokens_after_prompt
