@@ -82,7 +82,9 @@ class LiveConversation:
         if not self._workers.has_reward:
             return ending, None, ""
         outcome = await self._workers.reward(self._name)
-        return (ending, outcome.value, "") if outcome.status == "ok" else (_failure_of(outcome), None, _explain(outcome))
+        return (
+            (ending, outcome.value, "") if outcome.status == "ok" else (_failure_of(outcome), None, _explain(outcome))
+        )
 
     async def _roll_out(self) -> Any:
         opened = self._opened

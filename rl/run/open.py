@@ -13,7 +13,7 @@ from rl.checkpoint.resume import Resume, agree_on_resume
 from rl.checkpoint.store import CheckpointStore
 from rl.common.text import format_ranks
 from rl.config.modes import BOTH, PhaseOptions
-from rl.config.schema import Config, ConfigError, with_debugger_timeouts
+from rl.config.schema import Config, with_debugger_timeouts
 from rl.data.prompts import Tokenizer
 from rl.data.sources import Data, check_files, read_data
 from rl.environments.pool import ConversationPool
