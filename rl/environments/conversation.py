@@ -82,9 +82,9 @@ class LiveConversation:
         if not self._workers.has_reward:
             return ending, None, ""
         outcome = await self._workers.reward(self._name)
-        return (
-            (ending, outcome.value, "") if outcome.status == "ok" else (_failure_of(outcome), None, _explain(outcome))
-        )
+        if outcome.status != "ok":
+            return _failure_of(outcome), None, _explain(outcome)
+        return ending, outcome.value, ""
 
     async def _roll_out(self) -> Any:
         opened = self._opened
@@ -136,7 +136,9 @@ class LiveConversation:
         return history[-1].prompt
 
     async def _reset(self) -> list[Message]:
-        value = _require(await self._workers.reset(self._name, self._opened.row, self._opened.seed)).value
+        row, seed = self._opened.row, self._opened.seed
+        num_calls = 0 if self._settings.class_ else self._counts["made"]  # that are not repeated
+        value = _require(await self._workers.reset(self._name, row, seed, num_calls)).value
         if value is None:
             return []
         return [{"role": "user", "content": value}] if isinstance(value, str) else value
@@ -158,6 +160,7 @@ class LiveConversation:
         outcome = Outcome("bad_arguments", text=call.problem)
         if not call.problem:
             outcome = await self._workers.call(self._name, call)
+            self._counts["made"] += outcome.status != "unknown_tool"  # their numbers seed random tools
         self._counts["calls"] += 1
         if outcome.status != "ok":
             self._counts[COUNT_OF[outcome.status]] += 1

@@ -97,8 +97,9 @@ class Workers(Protocol):
     has_step: bool  # the environment answers messages without calls
     has_reward: bool
 
-    async def reset(self, conversation: str, row: dict[str, Any], seed: int) -> Outcome:
-        """Begin a conversation. The value is a text, a list of messages, or None: nothing to add to the prompt."""
+    async def reset(self, conversation: str, row: dict[str, Any], seed: int, num_calls: int = 0) -> Outcome:
+        """Begin a conversation, or continue it after so many calls of tools. The value is a text, a list of messages,
+        or None: nothing to add to the prompt."""
 
     async def call(self, conversation: str, call: ToolCall) -> Outcome:
         """Call a tool. The value is the text of the observation."""
