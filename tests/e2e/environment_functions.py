@@ -1,0 +1,173 @@
+"""Tools, environments and a rollout function of the tests, as a user would write them.
+
+The model of tests/environment_runs.py writes calls with single tokens, so the fake engine calls tools too.
+"""
+
+import asyncio
+import os
+import random
+import subprocess
+import sys
+import time
+import zlib
+from typing import Any
+
+
+def checksum(*parts: Any) -> int:
+    return zlib.crc32("/".join(map(str, parts)).encode())
+
+
+def pause(longest_s: float) -> float:
+    """Return a time that differs in every call and every run."""
+    return random.SystemRandom().random() * longest_s
+
+
+class Tally:
+    """A game with a checksum of all that it was told. It is in every observation and in the reward."""
+
+    def __init__(self, longest_pause_s: float = 0.0):
+        self.longest_pause_s = longest_pause_s
+        self.sum = self.num_steps = 0
+
+    def reset(self, row: dict[str, Any]) -> str:
+        self.sum = checksum(row["prompt"])
+        return f"Begin at {self.sum % 100}."
+
+    def step(self, message: str) -> tuple[str, bool]:
+        time.sleep(pause(self.longest_pause_s))
+        return self._advance(message, random.random())
+
+    def _advance(self, *told: Any) -> tuple[str, bool]:
+        self.num_steps += 1
+        self.sum = checksum(self.sum, *told)
+        return f"{self.num_steps}: {self.sum}", self.sum % 5 == 0
+
+    def reward(self) -> dict[str, float]:
+        return {"score": self.sum % 7 / 6, "steps": self.num_steps}
+
+
+class PatientTally(Tally):
+    """The same, with asynchronous methods, which share a process."""
+
+    async def step(self, message: str) -> tuple[str, bool]:  # type: ignore[override]
+        await asyncio.sleep(pause(self.longest_pause_s))
+        return self._advance(message)
+
+
+class Account:
+    """An environment whose methods are tools."""
+
+    def __init__(self) -> None:
+        self.sum, self.done = 0, False
+
+    def reset(self, row: dict[str, Any]) -> None:
+        self.sum = checksum(row["prompt"])
+
+    def add(self, n: int) -> str:
+        """Add a number.
+
+        Args:
+            n: The number.
+        """
+        self.sum = checksum(self.sum, n)
+        self.done = self.sum % 5 == 0
+        return f"{self.sum}"
+
+    def look(self) -> str:
+        """Look at the sum."""
+        if self.sum % 3 == 0:
+            raise ValueError(f"cannot look at {self.sum}")
+        return f"{self.sum}"
+
+    def reward(self) -> float:
+        return self.sum % 7 / 6
+
+
+def add(n: int) -> str:
+    """Add a number.
+
+    Args:
+        n: The number.
+    """
+    time.sleep(pause(0.01))
+    return f"{n + random.randrange(1000)}"
+
+
+async def look() -> str:
+    """Look at the sum."""
+    await asyncio.sleep(pause(0.01))
+    return "42"
+
+
+async def play(task: Any, generate: Any, longest_pause_s: float = 0.0) -> dict[str, float]:
+    """Ask for turns of one conversation, then for one of another, until the tokens are used up."""
+    ids, total = list(task.prompt), task.seed
+    for number in range(3):
+        said = await generate(ids, max_tokens=3 + number)
+        await asyncio.sleep(pause(longest_pause_s))
+        total = checksum(total, said.tokens, said.finish)
+        ids += said.tokens
+        if total % 2:
+            ids += task.tokenizer.encode(f"{total % 10}")
+    judged = await generate(task.prompt[:3], max_tokens=4)
+    return {"score": checksum(total, judged.tokens, judged.finish) % 7 / 6, "turns": 4.0}
+
+
+class Faulty(Tally):
+    """A game in which some samples meet a fault. Which ones depends on the prompt and on what the model said alone."""
+
+    def __init__(self, is_faulty: bool = True):
+        super().__init__()
+        self.is_faulty = is_faulty
+
+    def reset(self, row: dict[str, Any]) -> str:
+        text = super().reset(row)
+        if self.is_faulty and self.sum % 6 == 0:
+            raise LookupError(f"planted for {row['prompt']}")
+        return text
+
+    def step(self, message: str) -> tuple[str, bool]:
+        observation, is_done = self._advance(message)
+        lot = checksum(self.sum, "fault") % (3 * len(FAULTS))
+        if self.is_faulty and lot < len(FAULTS):
+            FAULTS[lot]()
+        return observation, is_done
+
+
+def hang() -> None:
+    while True:
+        time.sleep(1)
+
+
+def leave() -> None:
+    os._exit(3)
+
+
+def print_a_gigabyte() -> None:
+    for _ in range(1 << 10):
+        sys.stdout.write("x" * (1 << 20))
+
+
+def leak_a_process() -> None:
+    subprocess.Popen(["sleep", "1000"], start_new_session=True)
+
+
+def allocate() -> None:
+    kept = []
+    while True:
+        kept.append(bytearray(1 << 28))
+
+
+def raise_error() -> None:
+    raise RuntimeError("planted")
+
+
+FAULTS = (hang, leave, print_a_gigabyte, leak_a_process, allocate, raise_error)
+
+
+class Waiting(Tally):
+    """A game that is slow."""
+
+    def step(self, message: str) -> tuple[str, bool]:
+        time.sleep(1000)
+        return super().step(message)
