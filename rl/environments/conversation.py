@@ -13,7 +13,7 @@ from typing import Any
 
 from rl.config.schema import EnvironmentConfig
 from rl.environments.interface import ChatFormat, Generated, Message, Outcome, ParsedTurn, ToolCall, Workers
-from rl.environments.protocol import Ask, Ended, Ending, Open, SampledTurn
+from rl.environments.protocol import Ask, Ended, Ending, Open, Recorded, SampledTurn
 
 COUNT_OF = {
     "unknown_tool": "unknown_tool",
@@ -123,7 +123,7 @@ class LiveConversation:
         """Bring the environment to the state after the recorded turns. Return the prompt of the next one."""
         assert self._chat is not None
         history, counts = self._opened.history, self._counts.copy()
-        await self._reset()
+        await self._reset(0 if self._settings.class_ else counts["calls"])
         if self._settings.class_:
             for recorded in history[:-1]:
                 await self._react(self._chat.parse(recorded.tokens, recorded.prompt))
@@ -132,8 +132,8 @@ class LiveConversation:
         self._num_turns, self._num_told = len(history) - 1, len(self._messages)
         return history[-1].prompt
 
-    async def _reset(self) -> list[Message]:
-        value = _require(await self._workers.reset(self._name, self._opened.row, self._opened.seed)).value
+    async def _reset(self, num_calls: int = 0) -> list[Message]:
+        value = _require(await self._workers.reset(self._name, self._opened.row, self._opened.seed, num_calls)).value
         if value is None:
             return []
         return [{"role": "user", "content": value}] if isinstance(value, str) else value
@@ -152,9 +152,7 @@ class LiveConversation:
         return answers, is_done
 
     async def _call(self, call: ToolCall) -> Outcome:
-        outcome = Outcome("bad_arguments", text=call.problem)
-        if not call.problem:
-            outcome = await self._workers.call(self._name, call)
+        outcome = await self._workers.call(self._name, call)
         self._counts["calls"] += 1
         if outcome.status != "ok":
             self._counts[COUNT_OF[outcome.status]] += 1
@@ -181,7 +179,7 @@ class LiveConversation:
                 raise Over(self._limit)
             self._num_turns += 1
             if turn < len(history) - 1:
-                return Generated(history[turn].tokens, "stop")
+                return _recall(history[turn], ids)
             limit = min(filter(None, (max_tokens, self._settings.max_tokens_per_turn)), default=0)
             told, self._num_told = self._messages[self._num_told :], len(self._messages)
             answer = await self._ask(Ask(self._opened.key, turn, ids, limit, told, dict(self._counts)))
@@ -202,6 +200,17 @@ def _require(outcome: Outcome) -> Outcome:
     if outcome.status != "ok":
         raise Over(_failure_of(outcome), outcome.text or outcome.status)
     return outcome
+
+
+def _recall(recorded: Recorded, ids: list[int]) -> Generated:
+    """Return a turn of an earlier round to the rollout function, which must have asked for the same."""
+    if recorded.prompt != ids:
+        raise Over(
+            "error",
+            "the function was repeated because its rollout goes on in another round, but it did not ask generate for "
+            "the same ids again; use no time, and no random numbers except those of random.Random(task.seed)",
+        )
+    return Generated(recorded.tokens, "length" if recorded.is_cut else "stop")
 
 
 def _failure_of(outcome: Outcome) -> Ending:

@@ -49,13 +49,9 @@ class _Conversation:
         self.name, self.row, self.seed = name, row, seed
         self.calls: list[RecordedCall] = []
         self.process: WorkerProcess | None = None  # where its instance lives
-        self.num_earlier = 0  # calls of functions before `calls`
+        self.num_asked = 0  # calls that the model has written, valid or not
         self.ended: Outcome | None = None  # why its instance is gone
         self.rollout: _Rollout | None = None
-
-    @property
-    def num_calls(self) -> int:
-        return self.num_earlier + len(self.calls)
 
 
 class _Rollout:
@@ -118,15 +114,15 @@ class EnvironmentWorkers:
         self._pool.chat, self._pool.tokenizer = chat, tokenizer
 
     async def reset(self, conversation: str, row: dict[str, Any], seed: int, num_calls: int = 0) -> Outcome:
-        """Begin a conversation. `num_calls` counts the calls of functions before, if it is continued without them."""
         known = self._conversations[conversation] = _Conversation(conversation, row, seed)
-        known.num_earlier = num_calls
+        known.num_asked = num_calls
         if self._environment.class_ is None:
             return Outcome("ok")
         return await self._call_instance(known, RecordedCall("reset"))
 
     async def call(self, conversation: str, call: ToolCall) -> Outcome:
         known, tool = self._find(conversation), self._environment.tools.get(call.name)
+        known.num_asked += 1
         if call.problem:
             return Outcome("bad_arguments", text=call.problem)
         if tool is None:
@@ -193,7 +189,7 @@ class EnvironmentWorkers:
 
     async def _call_plain(self, known: _Conversation, call: RecordedCall, is_async: bool) -> Outcome:
         """Call a function that needs no instance."""
-        request = CallRequest("tool", known.name, known.seed, known.num_calls, call.name, call.value, is_plain=True)
+        request = CallRequest("tool", known.name, known.seed, known.num_asked, call.name, call.value, is_plain=True)
         outcome = await self._repeat(self._make_plain_call, request, is_async)
         known.calls.append(call)
         return outcome

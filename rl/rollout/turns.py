@@ -106,7 +106,7 @@ class Conversations:
         else:
             self._send(Close(key))
             return False
-        response.is_ended, response.noise = True, b""
+        response.is_ended, response.noise, turn.is_cut = True, b"", finish == "length"
         self._send(SampledTurn(key, number, response.tokens, finish))
         return True
 

@@ -69,8 +69,8 @@ class ListedWorkers:
         found = self._outcomes.pop(0)
         return found if isinstance(found, Outcome) else Outcome("ok", found)
 
-    async def reset(self, conversation: str, row: dict[str, Any], seed: int) -> Outcome:
-        return self._next("reset")
+    async def reset(self, conversation: str, row: dict[str, Any], seed: int, num_calls: int = 0) -> Outcome:
+        return self._next(f"reset after {num_calls} calls" if num_calls else "reset")
 
     async def call(self, conversation: str, call: ToolCall) -> Outcome:
         return self._next(call.name)
@@ -244,7 +244,7 @@ def test_a_carried_conversation_goes_on_from_its_record_without_calling_tools_ag
     model, workers = Model("done."), ListedWorkers(None)
     ended = run(model, workers, HISTORY, {"calls": 1})
     assert model.read == ["<hi>!add.<old>"] and model.asked[0].turn == 1
-    assert workers.asked == ["reset"]
+    assert workers.asked == ["reset after 1 calls"], "the seeds of the next calls depend on their number"
     assert ended.counts == {"calls": 1, "turns": 2}
     assert [message["content"] for message in ended.messages] == ["hi", "!add.", "old", "done."]
 
@@ -271,6 +271,33 @@ def test_a_rollout_function_generates_and_is_answered_from_its_record() -> None:
     record = [Recorded(ids("a"), ids("bc."), []), Recorded(ids("abc."), [], [])]
     assert run(again, ListedWorkers(), record, rollout="a.py:f", tools=[]) == ended
     assert again.read == ["abc."] and again.asked[0].turn == 1
+
+
+def test_a_repeated_rollout_function_is_told_how_its_turns_ended() -> None:
+    finishes = []
+
+    class Noting(ListedWorkers):
+        async def roll_out(self, conversation: str, task: dict[str, Any], generate: Generate) -> Outcome:
+            finishes.append([(await generate(ids(prompt))).finish for prompt in "abc"])
+            return Outcome("ok", 1.0)
+
+    record = [Recorded(ids("a"), ids("x"), [], is_cut=True), Recorded(ids("b"), ids("y."), []), Recorded([], [], [])]
+    run(Model("z."), Noting(), record, rollout="a.py:f", tools=[])
+    assert finishes == [["length", "stop", "stop"]]
+
+
+def test_a_rollout_function_that_asks_for_something_else_when_it_is_repeated_fails() -> None:
+    record = [Recorded(ids("b"), ids("bc."), []), Recorded(ids("abc."), [], [])]
+    ended = run(Model("d."), RaisingWorkers(), record, rollout="a.py:f", tools=[])
+    assert ended.ending == "error" and "did not ask generate for the same ids again" in ended.problem
+
+
+class RaisingWorkers(ListedWorkers):
+    """Workers that raise what `generate` raises, as the real ones do."""
+
+    async def roll_out(self, conversation: str, task: dict[str, Any], generate: Generate) -> Outcome:
+        await generate(ids("a"))
+        return Outcome("ok", 1.0)
 
 
 def test_a_rollout_function_that_reaches_a_limit_ends_with_it() -> None:
