@@ -1,12 +1,10 @@
 """Runs of train.py with the conversations of tests/e2e/environment_functions.py, and what came of each conversation."""
 
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rl.config.schema import ROOT
 from rl.data.batch import Batch
 from rl.data.group_file import StoredGroup, groups_from_bytes
 from tests.launcher import Result
@@ -23,15 +21,24 @@ TEMPLATE = (
 )
 # What the tokens 1 to 9 say, of which the fake engine's responses consist: calls, and words.
 SPOKEN = (
-    *(f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>' for name, arguments in (
-        ("add", '{"n": 1}'), ("add", '{"n": 2}'), ("add", '{"n": "x"}'), ("look", "{}"), ("nothing", "{}"),
-    )),
+    *(
+        f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
+        for name, arguments in (
+            ("add", '{"n": 1}'),
+            ("add", '{"n": 2}'),
+            ("add", '{"n": "x"}'),
+            ("look", "{}"),
+            ("nothing", "{}"),
+        )
+    ),
     *("yes ", "no ", "one ", "two "),
 )
 UNUSED = "`~^|\\@$;&"  # characters that make room for them
 DOORS: Mapping[str, list[str]] = {
-    "step": [f"environment.class={FUNCTIONS}:Tally", "reward.function=environment"],
-    "methods": [f"environment.class={FUNCTIONS}:Account", "reward.function=environment"],
+    "class": [
+        *(f"environment.class={FUNCTIONS}:Account", f"environment.tools=[{FUNCTIONS}:look]"),
+        "reward.function=environment",
+    ],
     "tools": [
         f"environment.tools=[{FUNCTIONS}:add,{FUNCTIONS}:look]",
         "reward.function=tests/e2e/reward_functions.py:varied",
@@ -59,7 +66,7 @@ def make_chat_model(folder: Path) -> Path:
     return folder
 
 
-def overrides_of(model: Path, door: str = "step", num_steps: int = 3) -> list[str]:
+def overrides_of(model: Path, door: str = "class", num_steps: int = 3) -> list[str]:
     """Return the arguments of train.py for small conversations."""
     return [
         *(f"model.path={model}", "data.chat_template=true", "data.max_prompt_tokens=60"),

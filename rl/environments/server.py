@@ -105,8 +105,8 @@ class ConversationServer:
 
     def _load_chat(self, folder: Path, workers: EnvironmentWorkers) -> None:
         """Load the tokenizer and the chat format. A rollout function may do without a chat template."""
-        tokenizer = load_chat_tokenizer(folder)
-        if tokenizer.chat_template is not None or not self._settings.rollout:
+        tokenizer = load_chat_tokenizer(folder, needs_template=not self._settings.rollout)
+        if tokenizer.chat_template is not None:
             self._chat = load_chat_format(folder, workers.schemas, self._settings.on_rewrite, workers.has_step)
         workers.set_chat(self._chat, tokenizer)
 

@@ -21,12 +21,12 @@ def hide_torch() -> None:
     os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
 
 
-def load_chat_tokenizer(folder: Path) -> Any:
-    """Load the tokenizer of a model folder, which must have a chat template."""
+def load_chat_tokenizer(folder: Path, needs_template: bool = True) -> Any:
+    """Load the tokenizer of a model folder, which must have a chat template unless `needs_template` is false."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    if tokenizer.chat_template is None:
+    if tokenizer.chat_template is None and needs_template:
         raise ConfigError(
             f"the tokenizer of {folder} has no chat template, which conversations need; choose a model that was "
             "trained for chats, or put a template into the model folder as chat_template.jinja"

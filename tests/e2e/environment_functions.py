@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import zlib
+from pathlib import Path
 from typing import Any
 
 
@@ -30,38 +31,36 @@ class Tally:
         self.sum = self.num_steps = 0
 
     def reset(self, row: dict[str, Any]) -> str:
-        self.sum = checksum(row["prompt"])
+        self.row, self.sum = row, checksum(row["prompt"])
         return f"Begin at {self.sum % 100}."
 
     def step(self, message: str) -> tuple[str, bool]:
         time.sleep(pause(self.longest_pause_s))
-        return self._advance(message, random.random())
-
-    def _advance(self, *told: Any) -> tuple[str, bool]:
-        self.num_steps += 1
-        self.sum = checksum(self.sum, *told)
-        return f"{self.num_steps}: {self.sum}", self.sum % 5 == 0
+        return self._advance(message)
 
     def reward(self) -> dict[str, float]:
         return {"score": self.sum % 7 / 6, "steps": self.num_steps}
 
+    def _advance(self, *told: Any) -> tuple[str, bool]:
+        self.num_steps += 1
+        self.sum = checksum(self.sum, *told)
+        return f"{self.num_steps}: {self.sum}", self.sum % 7 == 0
+
 
 class PatientTally(Tally):
-    """The same, with asynchronous methods, which share a process."""
+    """The same, with an asynchronous method, which shares a process with others."""
 
     async def step(self, message: str) -> tuple[str, bool]:  # type: ignore[override]
         await asyncio.sleep(pause(self.longest_pause_s))
         return self._advance(message)
 
 
-class Account:
-    """An environment whose methods are tools."""
+class Account(Tally):
+    """The same, with a tool. It also adds random numbers."""
 
-    def __init__(self) -> None:
-        self.sum, self.done = 0, False
-
-    def reset(self, row: dict[str, Any]) -> None:
-        self.sum = checksum(row["prompt"])
+    def __init__(self, longest_pause_s: float = 0.0):
+        super().__init__(longest_pause_s)
+        self.done = False
 
     def add(self, n: int) -> str:
         """Add a number.
@@ -69,18 +68,18 @@ class Account:
         Args:
             n: The number.
         """
-        self.sum = checksum(self.sum, n)
-        self.done = self.sum % 5 == 0
-        return f"{self.sum}"
+        time.sleep(pause(self.longest_pause_s))
+        observation, self.done = self._advance(n, random.random())
+        if self.sum % 4 == 0:
+            raise ValueError(observation)
+        return observation
 
-    def look(self) -> str:
-        """Look at the sum."""
-        if self.sum % 3 == 0:
-            raise ValueError(f"cannot look at {self.sum}")
-        return f"{self.sum}"
 
-    def reward(self) -> float:
-        return self.sum % 7 / 6
+class OftenEqual(Account):
+    """The same. For two rows of three, all samples have the same reward."""
+
+    def reward(self) -> dict[str, float]:
+        return super().reward() if self.row["answer"][-1] in "0369" else {"score": 0.5, "steps": 0.0}
 
 
 def add(n: int) -> str:
@@ -166,8 +165,13 @@ FAULTS = (hang, leave, print_a_gigabyte, leak_a_process, allocate, raise_error)
 
 
 class Waiting(Tally):
-    """A game that is slow."""
+    """A game that never answers. It makes the file `mark` when it is asked."""
+
+    def __init__(self, mark: str):
+        super().__init__()
+        self.mark = mark
 
     def step(self, message: str) -> tuple[str, bool]:
+        Path(self.mark).touch()
         time.sleep(1000)
         return super().step(message)
