@@ -86,10 +86,10 @@ class Batch:
     def starts_conversation(self) -> Tensor:
         """Return [S] bool: whether a sequence is the first of its conversation."""
         starts = torch.ones(self.num_sequences, dtype=torch.bool)
-        if self.samples is not None:
-            names = torch.stack([self.group_ids, self.samples], 1)
-            starts[1:] = (names[1:] != names[:-1]).any(1)
-            assert starts.sum() == len(names.unique(dim=0)), "the sequences of a conversation must follow each other"
+        if self.samples is not None and self.num_sequences:
+            names = self.group_ids * (self.samples.max() + 1) + self.samples
+            starts[1:] = names[1:] != names[:-1]
+            assert starts.sum() == len(names.unique()), "the sequences of a conversation must follow each other"
         return starts
 
     @property

@@ -72,12 +72,9 @@ def count_observed(batch: Batch) -> Tensor:
 def _count_repeated(batch: Batch) -> Tensor:
     """Return [S]: how many tokens of its prompt a sequence has in common with the sequence before it in the same
     conversation."""
-    starts, prompts = batch.cu_lengths.tolist(), batch.prompt_lengths.tolist()
-    repeated = torch.zeros_like(batch.lengths)
-    for sequence in (~batch.starts_conversation).nonzero().flatten().tolist():
-        before, start, end = starts[sequence - 1], starts[sequence], starts[sequence + 1]
-        length = min(start - before, end - start, prompts[sequence])
-        is_other = batch.tokens[before : before + length] != batch.tokens[start : start + length]
-        others = is_other.nonzero()
-        repeated[sequence] = int(others[0]) if len(others) else length
-    return repeated
+    starts, before = batch.cu_lengths[:-1], batch.cu_lengths[:-1].roll(1)
+    most = torch.minimum(batch.prompt_lengths, batch.lengths.roll(1)).where(~batch.starts_conversation, 0)
+    sequences = torch.repeat_interleave(torch.arange(batch.num_sequences), most)
+    places = torch.arange(len(sequences)) - torch.repeat_interleave(most.cumsum(0) - most, most)
+    is_other = batch.tokens[starts[sequences] + places] != batch.tokens[before[sequences] + places]
+    return most.scatter_reduce(0, sequences[is_other], places[is_other], "amin")

@@ -276,6 +276,8 @@ def run_async_worker(connection: socket.socket, environment: LoadedEnvironment, 
     code = 1
     try:
         isolate(context.server)
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each call may have a connection
         context.trace.record()
         asyncio.run(AsyncWorker(connection, environment, context).serve())
         code = 0

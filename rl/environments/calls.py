@@ -1,8 +1,9 @@
 """Read the calls that a model has written, in the format of its family.
 
 Each reader takes the text of a turn, without reasoning, and returns the text outside of calls and the calls in order.
-A reader accepts what vLLM's parser of the same format accepts. It differs where vLLM hands a broken call on as plain
-text: here the broken call is a `ToolCall` with a `problem`, which the model gets to read.
+A reader accepts what vLLM's parser of the same format accepts, if the arguments are an object that can be sent to a
+tool. Where vLLM hands a broken call on as plain text, here it is a `ToolCall` with a `problem`, which the model gets to
+read. Where vLLM drops a valid call because of the text around it, here the call counts.
 
 | format     | how a call is written                                                                                   |
 | ---------- | ------------------------------------------------------------------------------------------------------- |
@@ -17,7 +18,7 @@ import ast
 import json
 import re
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -25,6 +26,8 @@ import msgspec
 from rl.environments.interface import ToolCall
 
 Found = tuple[str, list[ToolCall]]
+ARGUMENTS = ("arguments",)  # how families call the arguments of a call
+EITHER = ("arguments", "parameters")
 
 
 def _refuse_constant(text: str) -> None:
@@ -61,18 +64,19 @@ def _broken(why: str, name: str = "") -> ToolCall:
     return ToolCall(name, {}, problem=why)
 
 
-def _call_of(value: Any) -> ToolCall:
-    """Read a call from the JSON value that the model wrote."""
+def _call_of(value: Any, keys: Sequence[str]) -> ToolCall:
+    """Read a call from the JSON value that the model wrote. One of `keys` has the arguments."""
     if not isinstance(value, dict):
         return _broken(f"A call must be a JSON object with name and arguments, not {_kind(value)}.")
     name = value.get("name")
     if not isinstance(name, str) or not name:
         return _broken('The call has no "name". It must be the name of a tool, as text.')
-    arguments = value.get("arguments", value.get("parameters"))
-    if arguments is None:
-        return _broken('The call has no "arguments". Write {} if the tool needs none.', name)
+    key = next((key for key in keys if key in value), None)
+    if key is None:
+        return _broken(f'The call has no "{keys[0]}". Write {{}} if the tool needs none.', name)
+    arguments = value[key]
     if not isinstance(arguments, dict):
-        return _broken(f'"arguments" must be a JSON object, not {_kind(arguments)}.', name)
+        return _broken(f'"{key}" must be a JSON object, not {_kind(arguments)}.', name)
     identity = value.get("id")
     return _checked(ToolCall(name, arguments, id=identity if isinstance(identity, str) else ""))
 
@@ -93,11 +97,11 @@ def _kind(value: Any) -> str:
     )
 
 
-def _calls_of(value: Any) -> list[ToolCall]:
-    return [_call_of(one) for one in value] if isinstance(value, list) else [_call_of(value)]
+def _calls_of(value: Any, keys: Sequence[str]) -> list[ToolCall]:
+    return [_call_of(one, keys) for one in value] if isinstance(value, list) else [_call_of(value, keys)]
 
 
-def _between(text: str, opening: str, closing: str) -> Found:
+def _between(text: str, opening: str, closing: str, keys: Sequence[str]) -> Found:
     """Read JSON between two tags. The closing tag may be missing at the end of the text."""
     pieces, calls, place = [], [], 0
     while (start := text.find(opening, place)) >= 0:
@@ -108,7 +112,7 @@ def _between(text: str, opening: str, closing: str) -> Found:
         while rest < len(text) and text[rest].isspace():
             rest += 1
         if not problem and (rest == len(text) or text.startswith(closing, rest)):
-            calls += _calls_of(value)
+            calls += _calls_of(value, keys) or [_broken(f"The list after {opening} is empty.")]
             place = rest + len(closing)
             continue
         if not problem:
@@ -124,7 +128,7 @@ def _joined(pieces: list[str]) -> str:
 
 
 def read_hermes(text: str) -> Found:
-    return _between(text, "<tool_call>", "</tool_call>")
+    return _between(text, "<tool_call>", "</tool_call>", ARGUMENTS)
 
 
 PYTHON_TAG = "<|python_tag|>"
@@ -154,7 +158,7 @@ def read_llama(text: str) -> Found:
             continue
         if "name" in value or must_be_call or LIKE_A_CALL.match(body, start):
             pieces.append(body[place:start].strip(" ;,\n"))
-            calls.append(_call_of(value))
+            calls.append(_call_of(value, EITHER))
             place = end
             must_be_call = False
     return _joined([*pieces, body[place:].strip(" ;,\n") if calls else body[place:]]), calls
@@ -175,9 +179,9 @@ def read_mistral(text: str) -> Found:
             continue
         pieces.append(segment[end:])
         if named:
-            calls.append(_call_of({"name": named[1], "arguments": value, "id": named[2]}))
+            calls.append(_call_of({"name": named[1], "arguments": value, "id": named[2]}, ARGUMENTS))
         else:
-            calls += _calls_of(value) or [_broken("The list after [TOOL_CALLS] is empty.")]
+            calls += _calls_of(value, ARGUMENTS) or [_broken("The list after [TOOL_CALLS] is empty.")]
     return _joined(pieces), calls
 
 
@@ -186,13 +190,13 @@ FUNCTOOLS = re.compile(r"functools(?=\s*\[)")
 
 def read_phi(text: str) -> Found:
     if "<|tool_call|>" in text:
-        return _between(text, "<|tool_call|>", "<|/tool_call|>")
+        return _between(text, "<|tool_call|>", "<|/tool_call|>", EITHER)
     if not (marker := FUNCTOOLS.search(text)):
         return text.strip(), []
     value, end, problem = _read_json(text, marker.end())
     if problem:
         return text[: marker.start()].strip(), [_broken(f"The text after functools is no valid JSON: {problem}.")]
-    calls = _calls_of(value) or [_broken("The list after functools is empty.")]
+    calls = _calls_of(value, EITHER) or [_broken("The list after functools is empty.")]
     return _joined([text[: marker.start()], text[end:]]), calls
 
 

@@ -9,8 +9,8 @@ of the model is found by rendering a short stand-in conversation with the model'
     what `extend` returns:                         \\n<tool>42<end>\\n<assistant>
 
 So separators, merged tool messages, trimmed or quoted content and the beginning of the next turn are the template's.
-The PyPI package `renderers` (0.1.12) has renderers written by hand for Qwen3 and Llama 3, but cannot extend
-conversations of Qwen2, SmolLM, Phi and Mistral; one derived method serves all of them.
+The PyPI package `renderers` (0.1.12) has renderers written by hand for Qwen3 and Llama 3, which return the same ids.
+But it cannot extend conversations of Qwen2, SmolLM, Phi and Mistral, so one derived method serves all families.
 
 The extension is tokenized behind the end token that precedes it. That token is special, so that no merge of the
 tokenizer crosses the boundary, and the ids equal those of the whole conversation, tokenized at once.
@@ -108,7 +108,14 @@ class TemplateChat:
     def render(self, messages: Sequence[Message]) -> list[int]:
         if self._refuses and messages[0]["role"] == "system":
             self._refuse(self._system_rewrites, " and the conversation has a system message")
-        return self._encode(self._template.write(self._clean(messages)))
+        try:
+            return self._encode(self._template.write(self._clean(messages)))
+        except Exception as error:  # a template may raise anything
+            raise ValueError(
+                f"the model's chat template cannot write a conversation with the roles "
+                f"{', '.join(message['role'] for message in messages)} ({type(error).__name__}: {error}); change the "
+                "messages of the data or of the environment's `reset`"
+            ) from None
 
     def parse(self, completion: list[int], prompt: Sequence[int]) -> ParsedTurn:
         """Read a turn from its text, in which special tokens appear as their strings.
@@ -184,8 +191,12 @@ class TemplateChat:
                 call = turn.calls[results] if results < len(turn.calls) else ToolCall("", {})
                 message.setdefault("tool_call_id", _call_id(call, results))
                 results += 1
-        system = [message for message in opening[:1] if message["role"] == "system"]
-        return self._after_stand_in(cleaned, None if self._needs_tools else [], self._clean(system))
+        system = [
+            {"role": "system", "content": str(message["content"]).replace(PROBE, "")}
+            for message in self._clean(opening[:1])
+            if message["role"] == "system"
+        ]
+        return self._after_stand_in(cleaned, None if self._needs_tools else [], system)
 
     def _after_stand_in(
         self, messages: list[Message], tools: list[dict[str, Any]] | None, system: Sequence[Message] = ()
@@ -308,7 +319,7 @@ class TemplateChat:
             if not after.startswith(before):
                 return f"what was {_difference(before, after)} then is {_difference(after, before)}"
             if not after.endswith(following):
-                return f"{_difference(following[::-1], after[::-1])[::-1]} depends on earlier turns"
+                return f"after one turn it writes {following!r}, and later {after[-len(following) :]!r}"
             turn = after[len(before) : len(after) - len(following)]
             for word in (thought, said):
                 if word not in turn:

@@ -51,6 +51,7 @@ class LiveConversation:
         self._num_told = len(self._messages)  # of these messages, the lead knows so many
         self._counts = Counter(opened.counts)
         self._num_turns = 0
+        self._failures: list[str] = []  # of tools, which the lead does not know yet
         self._limit: Ending | None = None  # that the last turn has reached
         self._turns = asyncio.Lock()  # a rollout function may ask for several turns at once, but gets them in order
 
@@ -61,7 +62,7 @@ class LiveConversation:
         finally:
             self._workers.drop(self._name)
         self._counts["turns"] = self._num_turns
-        return Ended(self._opened.key, ending, reward, problem, self._messages, dict(self._counts))
+        return Ended(self._opened.key, ending, reward, problem, self._messages, dict(self._counts), self._failures)
 
     async def _run_within_limit(self) -> tuple[Ending, Any, str]:
         ending: Ending
@@ -81,7 +82,9 @@ class LiveConversation:
         if not self._workers.has_reward:
             return ending, None, ""
         outcome = await self._workers.reward(self._name)
-        return (ending, outcome.value, "") if outcome.status == "ok" else (_failure_of(outcome), None, outcome.text)
+        if outcome.status != "ok":
+            return _failure_of(outcome), None, _explain(outcome)
+        return ending, outcome.value, ""
 
     async def _roll_out(self) -> Any:
         opened = self._opened
@@ -123,17 +126,19 @@ class LiveConversation:
         """Bring the environment to the state after the recorded turns. Return the prompt of the next one."""
         assert self._chat is not None
         history, counts = self._opened.history, self._counts.copy()
-        await self._reset(0 if self._settings.class_ else counts["calls"])
+        await self._reset()
         if self._settings.class_:
             for recorded in history[:-1]:
                 await self._react(self._chat.parse(recorded.tokens, recorded.prompt))
-        self._counts = counts  # these calls were counted before
+        self._counts, self._failures = counts, []  # these calls were counted before
         self._messages += [message for recorded in history for message in recorded.messages]
         self._num_turns, self._num_told = len(history) - 1, len(self._messages)
         return history[-1].prompt
 
-    async def _reset(self, num_calls: int = 0) -> list[Message]:
-        value = _require(await self._workers.reset(self._name, self._opened.row, self._opened.seed, num_calls)).value
+    async def _reset(self) -> list[Message]:
+        row, seed = self._opened.row, self._opened.seed
+        num_calls = 0 if self._settings.class_ else self._counts["made"]  # that are not repeated
+        value = _require(await self._workers.reset(self._name, row, seed, num_calls)).value
         if value is None:
             return []
         return [{"role": "user", "content": value}] if isinstance(value, str) else value
@@ -152,12 +157,17 @@ class LiveConversation:
         return answers, is_done
 
     async def _call(self, call: ToolCall) -> Outcome:
-        outcome = await self._workers.call(self._name, call)
+        outcome = Outcome("bad_arguments", text=call.problem)
+        if not call.problem:
+            outcome = await self._workers.call(self._name, call)
+            self._counts["made"] += outcome.status != "unknown_tool"  # their numbers seed random tools
         self._counts["calls"] += 1
         if outcome.status != "ok":
             self._counts[COUNT_OF[outcome.status]] += 1
+        if outcome.status in ("error", "timeout", "crash"):
+            self._failures.append(f"{call.name}: {_explain(outcome)}")
         if outcome.status in ("timeout", "crash") and self._settings.class_:  # the environment is lost
-            raise Over(outcome.status, outcome.text)
+            raise Over(outcome.status, _explain(outcome))
         return outcome
 
     def _prompt_after(
@@ -182,7 +192,8 @@ class LiveConversation:
                 return _recall(history[turn], ids)
             limit = min(filter(None, (max_tokens, self._settings.max_tokens_per_turn)), default=0)
             told, self._num_told = self._messages[self._num_told :], len(self._messages)
-            answer = await self._ask(Ask(self._opened.key, turn, ids, limit, told, dict(self._counts)))
+            failures, self._failures = self._failures, []
+            answer = await self._ask(Ask(self._opened.key, turn, ids, limit, told, dict(self._counts), failures))
             if answer.finish in ("tokens", "context"):
                 self._limit = answer.finish
             if not answer.tokens:
@@ -198,8 +209,13 @@ class LiveConversation:
 def _require(outcome: Outcome) -> Outcome:
     """Return an outcome that is ok. Otherwise, end the conversation."""
     if outcome.status != "ok":
-        raise Over(_failure_of(outcome), outcome.text or outcome.status)
+        raise Over(_failure_of(outcome), _explain(outcome))
     return outcome
+
+
+def _explain(outcome: Outcome) -> str:
+    """Return why a call has failed, with file and line if they are known."""
+    return (outcome.text or outcome.status) + (outcome.place and f" ({outcome.place})")
 
 
 def _recall(recorded: Recorded, ids: list[int]) -> Generated:

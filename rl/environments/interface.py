@@ -98,11 +98,11 @@ class Workers(Protocol):
     has_reward: bool
 
     async def reset(self, conversation: str, row: dict[str, Any], seed: int, num_calls: int = 0) -> Outcome:
-        """Begin a conversation. The value is a text, a list of messages, or None: nothing to add to the prompt.
-        `num_calls` counts the calls of tools that were made in earlier rounds and are not repeated."""
+        """Begin a conversation, or continue it after so many calls of tools. The value is a text, a list of messages,
+        or None: nothing to add to the prompt."""
 
     async def call(self, conversation: str, call: ToolCall) -> Outcome:
-        """Call a tool, or refuse a call that is not valid. The value is the text of the observation."""
+        """Call a tool. The value is the text of the observation."""
 
     async def step(self, conversation: str, message: str) -> Outcome:
         """Give the environment what the model said. The value is [observation, is_done]."""

@@ -31,12 +31,13 @@ class ConversationPool:
         self,
         server: ServerProcess,
         config: Config,
-        model_folder: Path,
+        model_folder: Path | None,
         deliver: Callable[[Ask | Ended], None],
         fail: Callable[[BaseException], None],
     ):
         """`deliver` gets what a conversation asks for, and its end. `fail` gets the reason why nothing more will come.
-        Both are called in a thread."""
+        Both are called in a thread. Without a `model_folder`, the user's code is loaded and checked, but no conversation
+        can be opened."""
         self._server, self._deliver, self._fail = server, deliver, fail
         self._lock, self._is_closing = threading.Lock(), False
         self._ready: Future[Ready] = Future()
@@ -46,7 +47,7 @@ class ConversationPool:
         self._encode = msgspec.msgpack.Encoder().encode
         settings = dataclasses.asdict(config.environment)
         limit, credentials = config.data.max_prompt_tokens, read_credentials(config.reward.credentials)
-        self.send(Load(str(model_folder), settings, limit, credentials))
+        self.send(Load(str(model_folder or ""), settings, limit, credentials))
         self._thread = threading.Thread(target=self._read, name="conversations", daemon=True)
         self._thread.start()
 
@@ -61,6 +62,11 @@ class ConversationPool:
         if ready.error:
             raise ConfigError(ready.error)
         return ready.has_reward
+
+    @property
+    def loaded(self) -> Ready:
+        """What was loaded. Call `wait_ready` first."""
+        return self._ready.result(0)
 
     def send(self, message: ToServer) -> None:
         body = self._encode(message)

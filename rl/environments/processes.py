@@ -191,7 +191,7 @@ class ProcessPool:
 
     def _assign_waiting(self) -> None:
         """Give calls that need no instance to idle processes, those without instances first. Start more if needed."""
-        if not self._waiting:
+        if not self._waiting or self._is_closed:
             return
         while self._waiting:
             idle = [
@@ -428,7 +428,6 @@ class ProcessPool:
             self._num_failed_starts += 1
             if self._num_failed_starts >= MAX_FAILED_STARTS:
                 self._fail_all(RuntimeError(f"{MAX_FAILED_STARTS} workers in a row ended before they were ready"))
-        self._assign_waiting()
 
     def remove(self, process: WorkerProcess) -> int | None:
         """End a process and all below it. Its calls stay without an outcome; those that wait for it are lost. Return
@@ -453,6 +452,7 @@ class ProcessPool:
             call.lose(is_suspect=False)
         process.queue.clear()
         self._sweep()
+        self._loop.call_soon(self._assign_waiting)  # there is room for another process
         return code if pid else None
 
     def _sweep(self) -> None:

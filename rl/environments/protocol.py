@@ -26,7 +26,7 @@ class Recorded(msgspec.Struct, frozen=True):
 class Load(msgspec.Struct, frozen=True, tag=True):
     """Load the model's tokenizer, and the user's code."""
 
-    model_folder: str
+    model_folder: str  # empty: only the user's code is loaded
     settings: dict[str, Any]  # the fields of EnvironmentConfig
     max_prompt_tokens: int
     credentials: dict[str, str]
@@ -63,7 +63,10 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     """The answer to Load."""
 
     error: str  # what is wrong with the settings or the user's code; empty: nothing
-    has_reward: bool
+    has_reward: bool = False
+    has_step: bool = False
+    tools: list[str] = []  # their names
+    call_format: str = ""  # how the model writes calls; empty: no model was loaded, or it needs no chat template
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True):
@@ -75,6 +78,7 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
     max_tokens: int  # 0: no limit of its own
     messages: list[dict[str, Any]]  # what was said since the last turn was asked for
     counts: dict[str, int]  # of calls so far
+    failures: list[str] = []  # of tools since the last turn was asked for, with file and line: for people
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
@@ -86,6 +90,7 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     problem: str  # of the user's code, if the ending is a failure
     messages: list[dict[str, Any]]  # the whole conversation, for reward functions
     counts: dict[str, int]  # of turns and calls
+    failures: list[str] = []  # see Ask
 
 
 ToServer = Load | Open | SampledTurn | Close

@@ -94,14 +94,16 @@ class ConversationServer:
         self._max_prompt_tokens = message.max_prompt_tokens
         os.environ.update(message.credentials)
         try:
-            self._workers = EnvironmentWorkers(self._settings)
-            self._load_chat(Path(message.model_folder), self._workers)
+            self._workers = workers = EnvironmentWorkers(self._settings)
+            if message.model_folder:
+                self._load_chat(Path(message.model_folder), workers)
         except ConfigError as error:
-            return Ready(str(error), False)
+            return Ready(str(error))
         ignore_signals()  # an import may have changed them
         gc.collect()
         gc.freeze()
-        return Ready("", self._workers.has_reward)
+        tools = [schema["function"]["name"] for schema in workers.schemas]
+        return Ready("", workers.has_reward, workers.has_step, tools, self._chat.name if self._chat else "")
 
     def _load_chat(self, folder: Path, workers: EnvironmentWorkers) -> None:
         """Load the tokenizer and the chat format. A rollout function may do without a chat template."""

@@ -3,6 +3,7 @@
 `Caller` and the functions that read results are also used by the process for asynchronous code (async_worker.py).
 """
 
+import importlib
 import json
 import os
 import random
@@ -27,7 +28,7 @@ from rl.environments.find import LoadedEnvironment
 from rl.environments.tools import BadArgumentsError
 from rl.rewards.failure import CallTrace, describe_error
 from rl.rewards.isolation import count_pages, isolate
-from rl.rewards.process_tree import children_of, end_tree
+from rl.rewards.process_tree import descendants_of, end_tree
 from rl.rewards.sandbox import sandbox_processes
 from rl.rewards.worker import MAX_CALLS, MAX_GROWTH, read_value
 
@@ -35,7 +36,8 @@ HEAD = struct.Struct("!cQ")  # of a frame: what it is, and the number of the cal
 READY, CALL, ANSWER, CANCEL, PING, GENERATE = b"r", b"c", b"a", b"x", b"p", b"g"
 MAX_REQUEST = (1 << 32) - 1  # bytes
 MAX_RESULT = 1 << 20  # bytes of what a tool returns, as text
-REAP_S, NUM_REAPS = 0.001, 20  # pause between searches for the exit of a process that was killed, and their number
+NUM_SEARCHES = 20  # for processes that the user's code has left
+REAP_S = 0.001  # pause between two searches for the exit of a process that was killed
 
 
 class CallRequest(msgspec.Struct, frozen=True, array_like=True):
@@ -276,8 +278,8 @@ def seed_random(request: CallRequest) -> None:
     """Make random numbers depend on the conversation and the number of the call, not on the process."""
     seed = zlib.crc32(f"{request.seed}/{request.number}".encode())
     random.seed(seed)
-    if (numpy_random := sys.modules.get("numpy.random")) is not None:
-        numpy_random.seed(seed)
+    if "numpy" in sys.modules:
+        importlib.import_module("numpy.random").seed(seed)  # numpy itself imports it only when it is used
 
 
 class _Children:
@@ -292,14 +294,32 @@ class _Children:
         if not _has_children():
             self._owned.clear()
             return
-        living = set(children_of(os.getpid()))
-        new = living - sandbox_processes() - set().union(*self._owned.values())
+        living = _list_below()
+        if request.kind != "close" and not request.is_plain:
+            self._owned[request.conversation] = self._owned.get(request.conversation, set()) & living | self._new(
+                living
+            )
+            return
         if request.kind == "close":
-            _end(new | self._owned.pop(request.conversation, set()) & living)
-        elif request.is_plain:
+            self._owned.pop(request.conversation, None)
+        for _ in range(NUM_SEARCHES):  # some may just be starting others
+            if not (new := self._new(living)):
+                break
             _end(new)
-        else:
-            self._owned[request.conversation] = self._owned.get(request.conversation, set()) & living | new
+            living = _list_below()
+
+    def _new(self, living: set[int]) -> set[int]:
+        return living - sandbox_processes() - set().union(*self._owned.values())
+
+
+def _list_below() -> set[int]:
+    """Return all processes below this one: those further down may become its children later."""
+    found = set(descendants_of(os.getpid()))
+    for _ in range(NUM_SEARCHES):
+        if (again := set(descendants_of(os.getpid()))) == found:
+            break
+        found = again
+    return found
 
 
 def _has_children() -> bool:
@@ -316,7 +336,7 @@ def _end(processes: set[int]) -> None:
         end_tree(process)
     for process in processes:
         with suppress(ChildProcessError):
-            for _ in range(NUM_REAPS):
+            for _ in range(NUM_SEARCHES):
                 if os.waitpid(process, os.WNOHANG)[0]:
                     break
                 time.sleep(REAP_S)

@@ -9,16 +9,17 @@
 
 An instance lives in one process, together with others. If that process ends because of another conversation, the
 instance is rebuilt elsewhere before its next call: the calls that it has had are repeated, and their results are
-ignored. So an environment must do the same if it gets the same calls. In processes for code that is not asynchronous,
-`random` and numpy's global generator are seeded before each call, so code that uses them does the same too. The results
-of a rollout function's `generate` are recorded, and answered again if the function has to be repeated.
+ignored. So an environment must do the same if it gets the same calls. The lost instance is not closed. In processes
+for code that is not asynchronous, `random` and numpy's global generator are seeded before each call, so code that uses
+them does the same too. The results of a rollout function's `generate` are recorded, and answered again if the function
+has to be repeated.
 """
 
 import asyncio
 import os
 from collections import Counter
-from collections.abc import Sequence
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -30,14 +31,13 @@ from rl.environments.interface import Generate, Generated, Outcome, ToolCall
 from rl.environments.processes import PendingCall, ProcessLostError, ProcessPool, WorkerProcess
 from rl.environments.worker import CallRequest
 
-MAX_LOSSES = 3  # times that a call may lose its process to others before it gets a process of its own
 MAX_ALONE = 4  # calls at a time that have a process of their own
 AGAIN_S = 0.05  # pause before a call is repeated
 GENERATE_ARGUMENTS = msgspec.msgpack.Decoder(tuple[list[int], dict[str, Any]])
 
 
 class RecordedCall(NamedTuple):
-    """A call that a conversation has made. Plain data, so that it can be stored and repeated later."""
+    """A call that a conversation has made, to be repeated if its instance has to be rebuilt."""
 
     kind: str  # reset, tool, step or reward
     name: str = ""  # of the tool
@@ -49,9 +49,13 @@ class _Conversation:
         self.name, self.row, self.seed = name, row, seed
         self.calls: list[RecordedCall] = []
         self.process: WorkerProcess | None = None  # where its instance lives
-        self.num_asked = 0  # calls that the model has written, valid or not
+        self.num_earlier = 0  # calls of functions before `calls`
         self.ended: Outcome | None = None  # why its instance is gone
         self.rollout: _Rollout | None = None
+
+    @property
+    def num_calls(self) -> int:
+        return self.num_earlier + len(self.calls)
 
 
 class _Rollout:
@@ -114,15 +118,15 @@ class EnvironmentWorkers:
         self._pool.chat, self._pool.tokenizer = chat, tokenizer
 
     async def reset(self, conversation: str, row: dict[str, Any], seed: int, num_calls: int = 0) -> Outcome:
+        """Begin a conversation. `num_calls` counts the calls of functions before, if it is continued without them."""
         known = self._conversations[conversation] = _Conversation(conversation, row, seed)
-        known.num_asked = num_calls
+        known.num_earlier = num_calls
         if self._environment.class_ is None:
             return Outcome("ok")
         return await self._call_instance(known, RecordedCall("reset"))
 
     async def call(self, conversation: str, call: ToolCall) -> Outcome:
         known, tool = self._find(conversation), self._environment.tools.get(call.name)
-        known.num_asked += 1
         if call.problem:
             return Outcome("bad_arguments", text=call.problem)
         if tool is None:
@@ -161,15 +165,6 @@ class EnvironmentWorkers:
         if known.process is not None:
             self._release(known)
 
-    def recorded_calls(self, conversation: str) -> list[RecordedCall]:
-        """Return what `restore` needs to continue this conversation elsewhere, besides its row and seed."""
-        return list(self._conversations[conversation].calls)
-
-    def restore(self, conversation: str, row: dict[str, Any], seed: int, calls: Sequence[Sequence[Any]]) -> None:
-        """Continue a conversation that was begun elsewhere. Its instance is rebuilt before its next call."""
-        known = self._conversations[conversation] = _Conversation(conversation, row, seed)
-        known.calls = [RecordedCall(*call) for call in calls]
-
     def close(self) -> None:
         """End all processes."""
         for name in list(self._conversations):
@@ -189,7 +184,7 @@ class EnvironmentWorkers:
 
     async def _call_plain(self, known: _Conversation, call: RecordedCall, is_async: bool) -> Outcome:
         """Call a function that needs no instance."""
-        request = CallRequest("tool", known.name, known.seed, known.num_asked, call.name, call.value, is_plain=True)
+        request = CallRequest("tool", known.name, known.seed, known.num_calls, call.name, call.value, is_plain=True)
         outcome = await self._repeat(self._make_plain_call, request, is_async)
         known.calls.append(call)
         return outcome
@@ -243,13 +238,13 @@ class EnvironmentWorkers:
     async def _repeat(self, make: Any, *arguments: Any) -> Outcome:
         """Make a call again while its process ends for other reasons. If this call may be the reason, it gets a process
         of its own, in which it can only harm itself."""
-        for _ in range(MAX_LOSSES):
+        is_suspect = False
+        while not is_suspect:  # each time, another call gets its outcome, or a process is started later
             try:
                 return await make(False, *arguments)
             except ProcessLostError as error:
-                if error.is_suspect:
-                    break
-                await asyncio.sleep(0)
+                is_suspect = error.is_suspect
+                await asyncio.sleep(AGAIN_S)
         async with self._alone:
             while True:
                 try:
@@ -310,4 +305,5 @@ def _not_deterministic() -> Outcome:
 
 
 def _open_files() -> set[int]:
-    return set(map(int, os.listdir("/proc/self/fd")))
+    listed = map(int, os.listdir("/proc/self/fd"))
+    return {fd for fd in listed if Path(f"/proc/self/fd/{fd}").exists()}  # without the listing's own

@@ -43,8 +43,8 @@ def _describe_turns(measures: Measures, batch: Batch) -> None:
     measures.mean("environment/observation_tokens", count_observed(batch).sum(), count)
     measures.mean("environment/sequences", batch.num_sequences, count)
     for turn in range(MAX_TURNS):
-        those = conversations[turns == turn]
-        measures.mean_if_any(f"environment/tokens_turn_{turn + 1}", len(those), len(those.unique()))
+        tokens = torch.bincount(conversations[turns == turn], minlength=count)
+        measures.mean_if_any(f"environment/tokens_turn_{turn + 1}", tokens.sum(), (tokens > 0).sum())
 
 
 def measure_mismatch(

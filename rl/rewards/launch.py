@@ -37,6 +37,7 @@ def launch(module: str = "rl.rewards.server") -> ServerProcess:
     ours, theirs = socket.socketpair()
     command = [sys.executable, "-c", PROGRAM.format(module=module), str(theirs.fileno()), str(os.getpid()), str(ROOT)]
     with theirs:
-        environment = without_credentials(os.environ)
+        # Sets have the same order in all processes, and tokenizers have no threads, which a fork would lose.
+        environment = without_credentials(os.environ) | {"PYTHONHASHSEED": "0", "TOKENIZERS_PARALLELISM": "false"}
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment)
     return ServerProcess(process, ours)

@@ -1,4 +1,5 @@
-"""Run a program against tests in a sandbox. This is the worker's side; rl/rewards/sandbox_child.py is the other one.
+"""Run a program in a sandbox, against tests or for its output. This is the worker's side. The other one is in
+rl/rewards/sandbox_child.py.
 
 A worker keeps one sandbox, because starting it takes longer than running a program in it. `check_sandbox` proves before
 a run that this machine can make one, and that its walls hold.
@@ -11,9 +12,11 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
 from rl.rewards.sandbox_child import DONE, FAILED, JOB, MAPPED, READY, UNSHARED, USER
 from rl.rewards.sandbox_tests import BAD_TESTS, COUNT
@@ -124,16 +127,30 @@ class Sandbox:
 
     def run(self, task: CodeTask, limits: Limits) -> list[bool]:
         """Return for each test whether the program passes it. Raise ValueError if there are none, or not in Python."""
+        count, marks = self._run_job(asdict(task), limits)
+        if count == BAD_TESTS:
+            raise ValueError(f"its tests are not Python: {marks.decode(errors='replace')}")
+        if count == 0:
+            raise ValueError("it has no tests")
+        return [mark == 1 for mark in marks] + [False] * (count - len(marks))
+
+    def print(self, program: str, limits: Limits, max_chars: int) -> str | None:
+        """Run a program without tests. Return the beginning of its output, or None if it was killed."""
+        _, output = self._run_job({"program": program, "max_chars": max_chars}, limits)
+        return output[1:].decode(errors="replace") if output else None
+
+    def _run_job(self, job: dict[str, Any], limits: Limits) -> tuple[int, bytes]:
+        """Return the number at the beginning of the result, and the rest of it."""
         deadline = time.monotonic() + limits.wall_s + GRACE_S
         ours, theirs = socket.socketpair()
         try:
             with theirs:
                 self._control.settimeout(limits.wall_s + GRACE_S)
-                job = JOB.pack(limits.memory, limits.cpu_s, limits.wall_s)
-                socket.send_fds(self._control, [job], [theirs.fileno()])
+                bounds = JOB.pack(limits.memory, limits.cpu_s, limits.wall_s)
+                socket.send_fds(self._control, [bounds], [theirs.fileno()])
             with ours:
                 ours.settimeout(limits.wall_s + GRACE_S)
-                result = _exchange(ours, json.dumps(asdict(task)).encode(), deadline)
+                result = _exchange(ours, json.dumps(job).encode(), deadline)
             self._expect(DONE)
         except OSError as error:
             self.close()
@@ -141,12 +158,7 @@ class Sandbox:
         if len(result) < COUNT.size:
             self.close()
             raise SandboxError("the sandbox could not start a program; other programs may have used up the machine")
-        (count,), marks = COUNT.unpack_from(result), result[COUNT.size :]
-        if count == BAD_TESTS:
-            raise ValueError(f"its tests are not Python: {marks.decode(errors='replace')}")
-        if count == 0:
-            raise ValueError("it has no tests")
-        return [mark == 1 for mark in marks] + [False] * (count - len(marks))
+        return COUNT.unpack_from(result)[0], result[COUNT.size :]
 
     def close(self) -> None:
         """End all processes."""
@@ -185,16 +197,26 @@ def _exchange(connection: socket.socket, data: bytes, deadline: float) -> bytes:
     return bytes(result)
 
 
+T = TypeVar("T")
 _current: Sandbox | None = None
 
 
 def run_in_sandbox(task: CodeTask, limits: Limits) -> list[bool]:
     """Run a task in the sandbox of this process, which the first call starts."""
+    return _with_sandbox(lambda sandbox: sandbox.run(task, limits))
+
+
+def print_in_sandbox(program: str, limits: Limits, max_chars: int) -> str | None:
+    """Run a program in the sandbox of this process. Return the beginning of its output, or None if it was killed."""
+    return _with_sandbox(lambda sandbox: sandbox.print(program, limits, max_chars))
+
+
+def _with_sandbox(use: Callable[[Sandbox], T]) -> T:
     global _current
     if _current is None or _current.owner != os.getpid():
         _current = Sandbox()
     try:
-        return _current.run(task, limits)
+        return use(_current)
     except SandboxError:
         _current = None  # the next call starts another one
         raise

@@ -1,4 +1,5 @@
-"""What happens inside of a sandbox: a program answers calls of its functions, and a tester runs the tests.
+"""What happens inside of a sandbox: a program answers calls of its functions, and a tester runs the tests, or passes on
+what the program has printed.
 
 Both are processes of their own, connected by a pair of sockets. Arguments and answers are plain values or opaque
 handles. So the tester, and not the program, decides what equals an expected value.
@@ -6,14 +7,16 @@ handles. So the tester, and not the program, decides what equals an expected val
 
 import ast
 import builtins
+import io
 import itertools
 import json
 import random
 import socket
 import struct
 import sys
+import traceback
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any, NoReturn
@@ -23,6 +26,7 @@ BAD_TESTS = -1
 CONFINED = "confined"
 MAX_MESSAGE = 8 << 20  # bytes of a call or an answer
 MAX_ITEMS = 100_000  # of an iterator that a program returns
+CUT = "\n[the rest of the output is left out]"
 
 
 class ProgramEnded(BaseException):
@@ -145,6 +149,20 @@ class Program:
         exec(compile(program, "program", "exec"), self._names)
         return [name for name in wanted if name in self._names]
 
+    def print(self, program: str, max_chars: int) -> str:
+        """Run the program. Return what it prints, and the error that ends it."""
+        random.seed(0)
+        output = Beginning(max_chars)
+        with redirect_stdout(output), redirect_stderr(output):
+            try:
+                exec(compile(program, "program", "exec"), self._names | {"__name__": "__main__"})
+            except SystemExit:
+                pass
+            except BaseException as error:
+                lines = traceback.format_exception(error.with_traceback(_in_program(error)))
+                output.write("".join(lines))
+        return output.getvalue()
+
     def find(self, name: str) -> Any:
         return self._names[name]
 
@@ -161,6 +179,27 @@ class Program:
     def _keep(self, value: Any) -> Any:
         self._kept.append(value)
         return ["handle", len(self._kept) - 1]
+
+
+class Beginning(io.StringIO):
+    """A text of which only the beginning is kept."""
+
+    def __init__(self, max_chars: int):
+        super().__init__()
+        self._num_left = max_chars  # -1: the end was left out
+
+    def write(self, text: str) -> int:
+        if len(text) <= self._num_left:
+            super().write(text)
+        elif self._num_left >= 0:
+            super().write(text[: self._num_left] + CUT)
+        self._num_left = max(-1, self._num_left - len(text))
+        return len(text)
+
+
+def _in_program(error: BaseException) -> Any:
+    """Return the traceback without the frame of this file."""
+    return error.__traceback__.tb_next if error.__traceback__ else None
 
 
 # The tester's process
@@ -228,6 +267,12 @@ def run_tests(job: socket.socket, channel: ValueChannel) -> None:
         return
     with job.makefile("rb") as file:
         task = json.load(file)
+    if "max_chars" in task:
+        job.sendall(COUNT.pack(0))
+        with suppress(ProgramEnded):
+            printed = ProgramSide(channel).ask("print", task["program"], task["max_chars"])
+            job.sendall(b"\0" + str(printed).encode(errors="replace"))
+        return
     try:
         tests = split_tests(task["tests"])
         codes = [compile(test, "test", "exec") for test in tests]

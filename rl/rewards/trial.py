@@ -42,11 +42,11 @@ def score_one_row(config: RewardConfig, row: TrialRow) -> Trial:
     missing = [name for name in config.credentials if name not in os.environ]
     if missing:
         present = [name for name in config.credentials if name in os.environ]
-        _score(replace(config, credentials=present), row, {})  # imports the functions
+        score_responses(replace(config, credentials=present), row, {})  # imports the functions
         return Trial(f"the reward functions were not called, because {', '.join(missing)} is not set here", False)
     responses = {"its answer": row.values["answer"], "an arbitrary text": ARBITRARY_RESPONSE}
     responses = {name: text for name, text in responses.items() if text}  # there may be no answer
-    results = _score(config, row, responses)
+    results = score_responses(config, row, responses)
     failures: list[RewardFailure] = [result["failure"] for result in results.values() if result["failure"] is not None]
     if len(failures) == len(results):
         tried = "both texts that were" if len(results) > 1 else "the only text that was"
@@ -59,7 +59,7 @@ def score_one_row(config: RewardConfig, row: TrialRow) -> Trial:
     texts = []
     for name, response in responses.items():
         failure = results[name]["failure"]
-        outcome = _show_score(results[name]) if failure is None else f"has no score, because {failure}"
+        outcome = show_score(results[name]) if failure is None else f"has no score, because {failure}"
         texts.append(f"{name} {quote(response)} {outcome}")
     return Trial(f"{row.place}: {'; '.join(texts)}", True)
 
@@ -73,8 +73,8 @@ def _is_independent(failures: list[RewardFailure], responses: Iterable[str]) -> 
     return first.error != "KeyError" or not any(key in response for response in responses)
 
 
-def _score(config: RewardConfig, row: TrialRow, responses: dict[str, str]) -> dict[str, dict[str, Any]]:
-    """Return the result of each response by its name."""
+def score_responses(config: RewardConfig, row: TrialRow, responses: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """Return the result of each response by its name. Raise ConfigError if the functions cannot be imported."""
     results: dict[str, dict[str, Any]] = {}
     reasons: list[BaseException] = []
     is_over = threading.Event()
@@ -104,6 +104,6 @@ def _score(config: RewardConfig, row: TrialRow, responses: dict[str, str]) -> di
     return results
 
 
-def _show_score(result: dict[str, Any]) -> str:
+def show_score(result: dict[str, Any]) -> str:
     parts = [f"{name} {value:g}" for name, value in result["parts"].items()]
     return f"scores {result['score']:g}" + (f" ({', '.join(parts)})" if len(parts) > 1 else "")

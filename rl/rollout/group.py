@@ -21,7 +21,7 @@ class Group:
     responses: list[Response] = field(default_factory=list)  # by sample, once requests were added
     conversations: list[RecordedConversation] = field(default_factory=list)  # instead of responses
     running: set[int] = field(default_factory=set)  # samples that still have to be ended or cut
-    asked: set[int] = field(default_factory=set)  # of these conversations, the engine samples a turn now
+    waiting: set[int] = field(default_factory=set)  # of these: wait for tools, not for the engine
     scores: dict[int, dict[str, Any]] = field(default_factory=dict)  # of the responses that ended in this round
     num_unscored: int = 0
     num_preemptions: int = 0
@@ -42,7 +42,7 @@ class Group:
         """Return how much of a group's room in the engine it needs. A carried group often has few responses left, and
         would otherwise keep new groups out. So would conversations that wait for tools."""
         if self.conversations:
-            return len(self.asked) / len(self.conversations)
+            return len(self.running - self.waiting) / len(self.conversations)
         is_partial = self.task.is_carried and self.responses
         return len(self.running) / len(self.responses) if is_partial else 1.0
 

@@ -261,7 +261,8 @@ class RolloutService(Service):
         group.scores[sample] = {"ending": ended.ending, "counts": ended.counts}
         if ended.problem:
             group.num_unscored += 1
-            self._take_score(group, sample, self._rewards.failed(ended.ending, ended.problem))
+            status = ended.ending if ended.ending in ("timeout", "crash") else "error"
+            self._take_score(group, sample, self._rewards.failed(status, ended.problem))
         else:
             about = {"messages": ended.messages, "environment_reward": ended.reward}
             self._submit(group, sample, conversation.last_tokens, about)

@@ -52,6 +52,7 @@ class Conversations:
         sample, sampling = ask.key[2], group.task.sampling
         conversation = group.conversations[sample]
         conversation.counts = ask.counts
+        group.waiting.discard(sample)
         if ask.turn == len(conversation.turns):
             conversation.turns.append(RecordedTurn(ask.prompt, messages=ask.messages))
         turn, most = conversation.turns[ask.turn], self._config.max_tokens_after_prompt
@@ -78,7 +79,6 @@ class Conversations:
             noise=turn.response.noise,
             cache_key=f"{prompt.epoch}/{prompt.id}" if self._config.rollout.keep_kv else "",
         )
-        group.asked.add(sample)
         group.num_read_tokens += len(request.tokens)
         self._add([request])
         return True
@@ -89,7 +89,6 @@ class Conversations:
         conversation, sampling = group.conversations[sample], group.task.sampling
         turn = conversation.turns[number]
         response, key = turn.response, _key(group, sample)
-        group.asked.discard(sample)
         group.num_cached_tokens += completion.num_cached_tokens
         response.add(completion, group.task.version)
         conversation.num_new_tokens += len(completion.tokens)
@@ -107,6 +106,7 @@ class Conversations:
             self._send(Close(key))
             return False
         response.is_ended, response.noise, turn.is_cut = True, b"", finish == "length"
+        group.waiting.add(sample)
         self._send(SampledTurn(key, number, response.tokens, finish))
         return True
 

@@ -13,7 +13,7 @@ from rl.checkpoint.resume import Resume, agree_on_resume
 from rl.checkpoint.store import CheckpointStore
 from rl.common.text import format_ranks
 from rl.config.modes import BOTH, PhaseOptions
-from rl.config.schema import Config, ConfigError, with_debugger_timeouts
+from rl.config.schema import Config, with_debugger_timeouts
 from rl.data.prompts import Tokenizer
 from rl.data.sources import Data, check_files, read_data
 from rl.environments.pool import ConversationPool
@@ -26,12 +26,12 @@ from rl.placement.nodes import Nodes
 from rl.placement.roles import Placement, plan
 from rl.report.sizes import describe_data_parallelism
 from rl.report.writers import check_writers
-from rl.rewards.find import read_rules
 from rl.rewards.launch import ServerProcess, launch
 from rl.rewards.pool import RewardPool
 from rl.rollout.archive import StoredGroups
 from rl.rollout.service import ConversationEnded, Scored, TurnAsked
 from rl.run.checks import check_settings
+from rl.run.environment import check_reward_use
 from rl.run.find_data import find_datasets
 from rl.run.find_models import find_models
 from rl.run.lease import take_lease
@@ -194,17 +194,7 @@ def _start_conversations(world: World, config: Config, server: ServerProcess, mo
 
     pool = ConversationPool(server, config, model_folder, deliver, world.mail.fail)
     world.at_end(pool.close)
-    has_reward, is_used = pool.wait_ready(), any(rule.spec == "environment" for rule in read_rules(config.reward))
-    if has_reward and not is_used:
-        raise ConfigError(
-            f"reward.function: got {config.reward.function!r}, but the environment has a reward of its own, which it "
-            "ignores; set reward.function=environment, or a mapping such as {environment: 1, format: 0.1}"
-        )
-    if is_used and not has_reward:
-        raise ConfigError(
-            f"reward.function: got environment, but {config.environment.class_} has no method `reward`; write one, or "
-            "choose another function"
-        )
+    check_reward_use(config, pool.wait_ready())
     return pool
 
 

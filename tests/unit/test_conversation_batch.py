@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -205,8 +206,11 @@ def test_files_between_phases_hold_conversations(tmp_path: Path) -> None:
 
 def test_groups_of_another_environment_are_refused() -> None:
     """Runs without environments have the provenance that they always had, so their files stay usable."""
-    plain, game = _settings(load_config(None, [])), _settings(load_config(None, ["environment.class=my/game.py:Guess"]))
+
+    def settings(name: str) -> dict[str, Any]:
+        return _settings(load_config(None, [f"environment.class=my/game.py:{name}", "data.chat_template=true"]))
+
+    plain, game, other = _settings(load_config(None, [])), settings("Guess"), settings("Other")
     assert not [name for name in plain if name.startswith("environment.")]
-    other = _settings(load_config(None, ["environment.class=my/game.py:Other"]))
     assert compare_provenance(game, other) == ["environment.class is my/game.py:Guess there and my/game.py:Other here"]
     assert any("environment.max_turns" in each for each in compare_provenance(plain, game))

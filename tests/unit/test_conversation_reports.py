@@ -119,11 +119,12 @@ class Sampled:
         return Gathered(groups, [0, 0], {0: [OK, OK], 1: [FAILED, OK]}, 0, 0)
 
 
-ENVIRONMENT = ["environment.class=my/game.py:Guess", "eval.num_samples=2", "eval.temperature=1"]
+ENVIRONMENT = ["environment.class=my/game.py:Guess", "data.chat_template=true"]
+SAMPLED_TWICE = ["eval.num_samples=2", "eval.temperature=1"]
 
 
 def test_files_of_an_evaluation_have_turns(tmp_path: Path) -> None:
-    config = load_config(None, [*ENVIRONMENT, "reward.function=exact_match"])
+    config = load_config(None, [*ENVIRONMENT, *SAMPLED_TWICE])
     config = dataclasses.replace(config, eval=dataclasses.replace(config.eval, function="environment"))
     prompts = {"a": [Prompt(number, 0, f"q{number}", "7", [1]) for number in range(2)]}
     with connected(1) as mails:

@@ -247,9 +247,11 @@ def test_an_ended_conversation_of_a_carried_group_is_not_opened_again() -> None:
 
 def test_conversations_that_wait_for_tools_leave_room_for_other_groups() -> None:
     lead = Lead(num_samples=4)
-    assert lead.group.occupancy == 0.0
+    assert lead.group.occupancy == 1.0  # their first turns come soon
     for sample in range(4):
         lead.ask(0, [1, 2], sample=sample)
     assert lead.group.occupancy == 1.0
     assert lead.sample(3, STOP, sample=3)
     assert lead.group.occupancy == 0.75
+    lead.ask(1, [1, 2, 3, STOP, 4], sample=3)
+    assert lead.group.occupancy == 1.0

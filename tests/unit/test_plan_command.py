@@ -32,7 +32,8 @@ def without(package: str) -> pytest.MarkDecorator:
 
 MISSION = ["placement.rollout=0-19", "placement.inference=20-23", "placement.actor=24-31"]
 PLAIN = {"default": ["--plan"], "wrong placement": ["--plan", "placement.rollout=0", "placement.actor=0-1"]}
-RECIPES = sorted(file.stem for file in (ROOT / "configs").glob("*.yaml") if file.stem != "default")
+TINY = {"default", "tiny_calculator", "tiny_guess"}  # their models are in this repository
+RECIPES = sorted({file.stem for file in (ROOT / "configs").glob("*.yaml")} - TINY)
 NESTED = ["data.train=nested.jsonl", "data.prompt_key=ask.text", "eval.interval=0"]
 # These share a process, since nearly all of a command's seconds are imports.
 SHARED = {
@@ -164,7 +165,7 @@ SHARED = {
         *("--plan", "algo.advantage=gae", "algo.kl_coef=0.1", "actor.offload=rollout", "critic.offload=moments"),
         *("reference.offload=none", "actor.optimizer=sgd"),
     ],
-} | {f"recipe {name}": ["--plan", "--config", f"configs/{name}.yaml"] for name in RECIPES}
+} | {f"recipe {name}": ["--plan", "--config", f"configs/{name}.yaml"] for name in {*RECIPES, *TINY}}
 # Ten broken configs and more: the file, and parts of the message.
 BROKEN = {
     "key": ("actor: {lrr: 1.0e-6}", ["unknown config key actor.lrr", "did you mean actor.lr?"]),
@@ -278,10 +279,10 @@ def write_files(folder: Path) -> None:
     rows = [{"prompt": text, "answer": "1"} for text in ("1+1=", "1+1+1+1+1+=", "2+2=")]
     (folder / "mixed.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n{}\n")
     (folder / "late.jsonl").write_text("{}\n" + json.dumps(rows[0]) + "\n")
-    for task in ("gsm8k", "math"):
+    for task in ("gsm8k", "math", "mbpp", "search_qa"):
         (folder / "data" / task).mkdir(parents=True)
         for split in ("train", "test"):
-            row = {"prompt": "1+1=", "answer": "2"}
+            row = {"prompt": "1+1=", "answer": "2"} | ({"test_list": ["assert f() == 2"]} if task == "mbpp" else {})
             (folder / "data" / task / f"{split}.jsonl").write_text(json.dumps(row) + "\n")
     write_model(folder / "qwen_14b", QWEN_14B)
     write_model(folder / "qwen_0_5b", QWEN_0_5B)
@@ -599,10 +600,20 @@ def test_a_model_that_is_not_local_is_not_fetched(answers: dict[str, Answer], hu
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_with_its_data(answers: dict[str, Answer], name: str) -> None:
     """Its model is on the hub, so that is all that cannot be checked here."""
+    if name.startswith("search"):
+        pytest.importorskip("bm25s")
     answer = answers[f"recipe {name}"]
     assert answer.code == 0, answer.stderr
     assert "every row of data.train and data.eval" in answer.section("checked")
     assert "model.path=" in answer.section("not checked") and "rollouts" in answer.section("steps")
+
+
+@pytest.mark.parametrize("name", sorted(TINY))
+def test_every_tiny_config(answers: dict[str, Answer], name: str) -> None:
+    answer = answers[f"recipe {name}"]
+    assert answer.code == 0, answer.stderr
+    assert "every row of data.train and data.eval" in answer.section("checked")
+    assert "model.path=configs/tiny" in answer.section("checked")
 
 
 def test_the_ranks_of_a_recipe(answers: dict[str, Answer]) -> None:

@@ -22,7 +22,7 @@ from launch.checks.rpc import Coordinator, NoAnswer, Responder, connect
 from launch.checks.sockets import listen
 from rl.common.framing import pack
 from rl.config.load import load_config
-from rl.config.schema import RewardConfig
+from rl.config.schema import EnvironmentConfig, RewardConfig
 
 pytestmark = pytest.mark.timeout(30)
 Handlers = dict[str, Callable[..., Any]]
@@ -206,6 +206,17 @@ def test_files_of_reward_functions_are_code(tmp_path: Path) -> None:
     copy = tmp_path / "copy.py"
     copy.write_text("one = 2\n")
     assert host.code_digest({str(file): copy}) == found[1] != host.code_digest({})
+
+
+@pytest.mark.parametrize("settings", [{"tools": ["{}:f"]}, {"class_": "{}:Game"}, {"rollout": "{}:f"}], ids=str)
+def test_files_of_environments_are_code(settings: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    named = {key: [f"{file}:f"] if isinstance(value, list) else value.format(file) for key, value in settings.items()}
+    config = dataclasses.replace(load_config(), environment=EnvironmentConfig(**named))
+    answers = Answers(0, 0, lambda: config, print)
+    assert f"but no file at {file}" in answers.describe()["config_error"]
+    file.write_text("one = 1\n")
+    assert answers.describe()["node"]["versions"]["code"] == host.code_digest({str(file): file}) != host.code_digest({})
 
 
 def test_versions_are_those_of_the_packages() -> None:
