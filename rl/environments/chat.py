@@ -36,14 +36,19 @@ OPEN, CLOSE = "<think>", "</think>"  # around reasoning, in all families that ha
 
 
 def load_chat_format(
-    model_folder: Path, tools: list[dict[str, Any]], on_rewrite: str, has_step: bool = False
+    model_folder: Path, tools: list[dict[str, Any]], on_rewrite: str, has_step: bool = False, tokenizer: Any = None
 ) -> ChatFormat:
     """Build the chat format of a model, and check it: raise ConfigError if conversations cannot be written.
 
     `tools` are JSON schemas, as chat templates take them. `has_step`: the environment answers with user messages. If
     the template changes earlier turns, `on_rewrite` says whether to refuse it.
     """
-    tokenizer = load_chat_tokenizer(model_folder)
+    tokenizer = tokenizer or load_chat_tokenizer(model_folder)
+    if tokenizer.chat_template is None:
+        raise ConfigError(
+            f"the tokenizer of {model_folder} has no chat template, which conversations need; choose a model that was "
+            "trained for chats, or put a template into the model folder as chat_template.jinja"
+        )
     roles = (["tool"] if tools else []) + (["user"] if has_step else [])
     chat = TemplateChat(tokenizer, tools, _stop_ids(model_folder, tokenizer), roles)
     if on_rewrite == "refuse":

@@ -22,7 +22,7 @@ from rl.environments.chat import load_chat_format
 from rl.environments.conversation import LiveConversation
 from rl.environments.interface import ChatFormat
 from rl.environments.protocol import Ask, Close, Ended, FromServer, Key, Load, Open, Ready, SampledTurn, ToServer
-from rl.environments.tokenizer import hide_torch, load_chat_tokenizer
+from rl.environments.tokenizer import import_transformers, load_chat_tokenizer
 from rl.environments.workers import EnvironmentWorkers
 from rl.rewards.process_tree import adopt_orphans
 from rl.rewards.server import ignore_signals
@@ -107,9 +107,10 @@ class ConversationServer:
 
     def _load_chat(self, folder: Path, workers: EnvironmentWorkers) -> None:
         """Load the tokenizer and the chat format. A rollout function may do without a chat template."""
-        tokenizer = load_chat_tokenizer(folder, needs_template=not self._settings.rollout)
-        if tokenizer.chat_template is not None:
-            self._chat = load_chat_format(folder, workers.schemas, self._settings.on_rewrite, workers.has_step)
+        tokenizer = load_chat_tokenizer(folder)
+        if tokenizer.chat_template is not None or not self._settings.rollout:
+            on_rewrite = self._settings.on_rewrite
+            self._chat = load_chat_format(folder, workers.schemas, on_rewrite, workers.has_step, tokenizer)
         workers.set_chat(self._chat, tokenizer)
 
     async def _run(self, key: Key, conversation: LiveConversation) -> None:
@@ -149,7 +150,7 @@ async def _serve(fd: int) -> None:
 
 def main(fd: int, rank: int) -> None:
     """Run the server on an inherited socket for the process `rank`."""
-    hide_torch()
+    import_transformers()
     ignore_signals()
     os.setsid()  # a signal to the rank's process group must not end this process, which cleans up
     adopt_orphans()

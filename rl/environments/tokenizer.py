@@ -8,27 +8,32 @@ from typing import Any
 from rl.config.schema import ConfigError
 
 
-def hide_torch() -> None:
-    """Let transformers believe that torch is not installed. Call this first in a process that needs only a tokenizer.
+def import_transformers() -> None:
+    """Import transformers as if torch were not installed. Call this first in a process that needs only a tokenizer.
 
     transformers imports torch wherever it can, which costs seconds and hundreds of megabytes per process. An entry of
-    None in sys.modules makes every `import torch` fail, so this must never run in a process that trains or samples.
-    transformers then says that PyTorch was not found; the environment variable turns such advice off.
+    None in sys.modules makes every `import torch` fail. It is removed afterwards, because the user's code may need
+    torch. transformers remembers that there is none. The environment variable keeps it from saying so.
     """
-    if sys.modules.get("torch") is not None:
-        raise RuntimeError("torch has been imported already; hide_torch() must be the first call of its process")
-    sys.modules["torch"] = None  # type: ignore[assignment]
+    if "torch" in sys.modules:
+        raise RuntimeError("torch has been imported already; this must be the first call of its process")
     os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    try:
+        from transformers import AutoTokenizer  # noqa: F401
+    finally:
+        del sys.modules["torch"]
 
 
-def load_chat_tokenizer(folder: Path, needs_template: bool = True) -> Any:
-    """Load the tokenizer of a model folder, which must have a chat template unless `needs_template` is false."""
-    from transformers import AutoTokenizer
+def load_chat_tokenizer(folder: Path) -> Any:
+    """Load the tokenizer of a model folder. Raise ConfigError if that fails."""
+    from transformers import AutoTokenizer  # not in every process that imports this module
 
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    if tokenizer.chat_template is None and needs_template:
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # a damaged file may raise anything
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(
-            f"the tokenizer of {folder} has no chat template, which conversations need; choose a model that was "
-            "trained for chats, or put a template into the model folder as chat_template.jinja"
-        )
-    return tokenizer
+            f"the tokenizer in {folder} cannot be loaded without torch ({reason}), which conversations need; copy "
+            "tokenizer.json and the model's other tokenizer files there"
+        ) from None
