@@ -39,7 +39,7 @@ class Tally:
         return self._advance(message)
 
     def reward(self) -> dict[str, float]:
-        return {"score": self.sum % 7 / 6, "steps": self.num_steps}
+        return {"score": (self.sum % 7 + 1) / 7, "steps": self.num_steps}
 
     def _advance(self, *told: Any) -> tuple[str, bool]:
         self.num_steps += 1
@@ -144,7 +144,7 @@ def leave() -> None:
 
 def print_a_gigabyte() -> None:
     for _ in range(1 << 10):
-        sys.stdout.write("x" * (1 << 20))
+        sys.stdout.buffer.write(b"x" * (1 << 20))
 
 
 def leak_a_process() -> None:
