@@ -13,7 +13,7 @@ from typing import Any
 
 from rl.config.schema import EnvironmentConfig
 from rl.environments.interface import ChatFormat, Generated, Message, Outcome, ParsedTurn, ToolCall, Workers
-from rl.environments.protocol import Ask, Ended, Ending, Open, SampledTurn
+from rl.environments.protocol import Ask, Ended, Ending, Open, Recorded, SampledTurn
 
 COUNT_OF = {
     "unknown_tool": "unknown_tool",
@@ -189,7 +189,7 @@ class LiveConversation:
                 raise Over(self._limit)
             self._num_turns += 1
             if turn < len(history) - 1:
-                return Generated(history[turn].tokens, "stop")
+                return _recall(history[turn], ids)
             limit = min(filter(None, (max_tokens, self._settings.max_tokens_per_turn)), default=0)
             told, self._num_told = self._messages[self._num_told :], len(self._messages)
             failures, self._failures = self._failures, []
@@ -216,6 +216,17 @@ def _require(outcome: Outcome) -> Outcome:
 def _explain(outcome: Outcome) -> str:
     """Return why a call has failed, with file and line if they are known."""
     return (outcome.text or outcome.status) + (outcome.place and f" ({outcome.place})")
+
+
+def _recall(recorded: Recorded, ids: list[int]) -> Generated:
+    """Return a turn of an earlier round to the rollout function, which must have asked for the same."""
+    if recorded.prompt != ids:
+        raise Over(
+            "error",
+            "the function was repeated because its rollout goes on in another round, but it did not ask generate for "
+            "the same ids again; use no time, and no random numbers except those of random.Random(task.seed)",
+        )
+    return Generated(recorded.tokens, "length" if recorded.is_cut else "stop")
 
 
 def _failure_of(outcome: Outcome) -> Ending:

@@ -274,6 +274,33 @@ def test_a_rollout_function_generates_and_is_answered_from_its_record() -> None:
     assert again.read == ["abc."] and again.asked[0].turn == 1
 
 
+def test_a_repeated_rollout_function_is_told_how_its_turns_ended() -> None:
+    finishes = []
+
+    class Noting(ListedWorkers):
+        async def roll_out(self, conversation: str, task: dict[str, Any], generate: Generate) -> Outcome:
+            finishes.append([(await generate(ids(prompt))).finish for prompt in "abc"])
+            return Outcome("ok", 1.0)
+
+    record = [Recorded(ids("a"), ids("x"), [], is_cut=True), Recorded(ids("b"), ids("y."), []), Recorded([], [], [])]
+    run(Model("z."), Noting(), record, rollout="a.py:f", tools=[])
+    assert finishes == [["length", "stop", "stop"]]
+
+
+def test_a_rollout_function_that_asks_for_something_else_when_it_is_repeated_fails() -> None:
+    record = [Recorded(ids("b"), ids("bc."), []), Recorded(ids("abc."), [], [])]
+    ended = run(Model("d."), RaisingWorkers(), record, rollout="a.py:f", tools=[])
+    assert ended.ending == "error" and "did not ask generate for the same ids again" in ended.problem
+
+
+class RaisingWorkers(ListedWorkers):
+    """Workers that raise what `generate` raises, as the real ones do."""
+
+    async def roll_out(self, conversation: str, task: dict[str, Any], generate: Generate) -> Outcome:
+        await generate(ids("a"))
+        return Outcome("ok", 1.0)
+
+
 def test_a_rollout_function_that_reaches_a_limit_ends_with_it() -> None:
     ended = run(Model("b", finish="tokens"), ListedWorkers(), rollout="a.py:f", tools=[])
     assert (ended.ending, ended.reward, ended.problem) == ("tokens", 0.0, "")
