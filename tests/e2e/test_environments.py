@@ -52,8 +52,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def runs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
     folder = tmp_path_factory.mktemp("runs")
+    described = describe_runs(model, folder)
+    results = run_forked({folder / name: run for name, run in described.items()}, timeout_s=390)
+    return {name: results[folder / name] for name in described}
+
+
+def describe_runs(model: Path, folder: Path) -> dict[str, Run]:
+    """Return the quick runs, by the name of what they have. The resumed one needs the files of another one."""
     saved = folder / "class, rounds" / "checkpoints" / f"step_{RESUMED_AFTER}"
-    described: dict[str, Run] = {
+    return {
         "class": (1, overrides_of(model, "class", 4), ""),
         "class, apart": (3, [*overrides_of(model, "class", 2), *APART, PAUSES], "slow engine"),
         "class, rounds": (2, [*overrides_of(model, "class", 4), ROUNDS, *SAVES], ""),
@@ -65,8 +72,6 @@ def runs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Res
         "faults": (1, [*overrides_of(model, "class", 2), *FAULTS], ""),
         "no faults": (1, [*overrides_of(model, "class", 2), *NO_FAULTS], ""),
     }
-    results = run_forked({folder / name: run for name, run in described.items()}, timeout_s=390)
-    return {name: results[folder / name] for name in described}
 
 
 def test_conversations_use_all_that_they_can(runs: dict[str, Result]) -> None:
