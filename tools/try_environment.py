@@ -37,11 +37,8 @@ from rl.model.shape import check_folder, check_model, check_weights
 from rl.model.tokenizer import load_tokenizer
 from rl.rewards.failure import one_line
 from rl.rewards.trial import TrialRow, score_responses, show_score
-from rl.rollout.dispatch import Sampling, Task
 from rl.rollout.engine import Completion, Request
-from rl.rollout.group import Group
-from rl.rollout.turns import Conversations
-from rl.run.environment import LocalConversations, describe_conversations
+from rl.run.environment import LocalConversation, describe_conversations
 from rl.run.find_data import choose_commits, download_datasets
 from rl.watch.reports import ServiceUnavailable
 
@@ -101,8 +98,10 @@ class LocalModel:
     def __init__(self, config: Config, folder: Path, stops: list[int]):
         import torch
         from transformers import AutoModelForCausalLM, GenerationConfig
+        from transformers.utils.logging import disable_progress_bar
 
         check_weights(folder)
+        disable_progress_bar()
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         dtype = getattr(torch, config.model.dtype)
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(self._device).eval()
@@ -134,31 +133,26 @@ class LocalModel:
 class Trial:
     """One conversation, which is printed as it goes on."""
 
-    def __init__(self, config: Config, prompt: Prompt, tokenizer: Tokenizer, local: LocalConversations):
-        rollout = config.rollout
-        sampling = Sampling(1, rollout.temperature, rollout.max_new_tokens, rollout.top_p, rollout.top_k)
+    def __init__(self, config: Config, prompt: Prompt, tokenizer: Tokenizer, local: LocalConversation):
         self._config, self._prompt, self._tokenizer, self._local = config, prompt, tokenizer, local
-        self._requests: list[Request] = []
-        self._conversations = Conversations(local.pool.send, self._requests.extend, config, config.run.seed)
-        self._group = Group(Task(0, 0, 0, prompt, sampling, version=1))
+        self._group = local.begin(prompt)
         self._num_shown = len(make_conversation(prompt.row, config.data)) if config.data.chat_template else 0
 
     def run(self, speaker: Speaker) -> bool:
         """Have the conversation, and print its reward. Return False if the environment or a reward function failed."""
-        self._group.begin(are_conversations=True)
-        self._conversations.begin([self._group])
+        turns, requests = self._local.turns, self._local.requests
         while isinstance(event := self._local.receive(), Ask):
             self._show_new(event.messages, event.failures)
-            self._conversations.ask(self._group, event)
-            while self._requests:
-                request = self._requests.pop()
+            turns.ask(self._group, event)
+            if requests:  # else the conversation has reached a limit
+                request = requests.pop()
                 self._show_prompt(event)
                 say(f"turn {event.turn + 1}, of up to {count_of(request.max_tokens, 'token')}")
                 completion = speaker.speak(request)
                 cut = ", cut at its limit" if completion.is_cut else ""
                 say(f"written: {count_of(len(completion.tokens), 'token')}{cut}")
                 self._show_tokens(completion.tokens)
-                self._conversations.take(self._group, 0, completion)
+                turns.take(self._group, 0, completion)
         self._show_new(event.messages[self._num_shown :], event.failures)
         return self._finish(event)
 
@@ -288,7 +282,7 @@ def try_environment(args: argparse.Namespace) -> bool:
     prompt = find_prompt(config, tokenizer, args.row)
     score_responses(config.reward, TrialRow(prompt.place, prompt.text, prompt.row), {})  # imports the functions
     stops = stop_token_ids(folder)
-    with LocalConversations(config, folder) as local:
+    with LocalConversation(config, folder) as local:
         say(f"row {args.row}: {prompt.place}" + (prompt.answer and f"; answer: {one_line(prompt.answer)}"))
         for line in describe_conversations(config, local.pool.loaded):
             say(line)

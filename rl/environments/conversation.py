@@ -137,7 +137,7 @@ class LiveConversation:
 
     async def _reset(self) -> list[Message]:
         row, seed = self._opened.row, self._opened.seed
-        num_calls = 0 if self._settings.class_ else self._counts["made"]  # that are not repeated
+        num_calls = 0 if self._settings.class_ else self._counts["calls"]  # that are not repeated
         value = _require(await self._workers.reset(self._name, row, seed, num_calls)).value
         if value is None:
             return []
@@ -157,10 +157,7 @@ class LiveConversation:
         return answers, is_done
 
     async def _call(self, call: ToolCall) -> Outcome:
-        outcome = Outcome("bad_arguments", text=call.problem)
-        if not call.problem:
-            outcome = await self._workers.call(self._name, call)
-            self._counts["made"] += outcome.status != "unknown_tool"  # their numbers seed random tools
+        outcome = await self._workers.call(self._name, call)
         self._counts["calls"] += 1
         if outcome.status != "ok":
             self._counts[COUNT_OF[outcome.status]] += 1

@@ -36,8 +36,8 @@ class ConversationPool:
         fail: Callable[[BaseException], None],
     ):
         """`deliver` gets what a conversation asks for, and its end. `fail` gets the reason why nothing more will come.
-        Both are called in a thread. Without a `model_folder`, the user's code is loaded and checked, but no conversation
-        can be opened."""
+        Both are called in a thread. Without a `model_folder`, the user's code is loaded and checked, and there are no
+        conversations."""
         self._server, self._deliver, self._fail = server, deliver, fail
         self._lock, self._is_closing = threading.Lock(), False
         self._ready: Future[Ready] = Future()

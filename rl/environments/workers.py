@@ -272,9 +272,13 @@ class EnvironmentWorkers:
         if known is None or known.rollout is None:
             return  # it was dropped
         (number,) = NUMBER.unpack_from(body)
-        result = known.rollout.request(body[NUMBER.size :])
+        result, problem = None, _not_deterministic()
+        try:
+            result = known.rollout.request(body[NUMBER.size :])
+        except (TypeError, ValueError) as error:  # of its arguments
+            problem = Outcome("error", text=f"generate: {error}; write generate(ids) or generate(ids, max_tokens=N)")
         if result is None:
-            call.resolve(_not_deterministic())
+            call.resolve(problem)
             self._pool.cancel(call)
             return
         answering = asyncio.ensure_future(self._answer(process, call, number, result))

@@ -6,9 +6,14 @@ from rl.placement.roles import Placement
 
 
 def max_step_tokens(config: Config) -> int:
-    """Return the maximum number of tokens of the rollouts of a step, with their prompts."""
+    """Return the maximum number of tokens of the rollouts of a step, with their prompts and observations."""
     num_rollouts = config.train.num_prompts_per_step * config.rollout.num_samples_per_prompt
-    return num_rollouts * (config.data.max_prompt_tokens + config.rollout.max_new_tokens)
+    return num_rollouts * (config.data.max_prompt_tokens + max_tokens_of_rollout(config))
+
+
+def max_tokens_of_rollout(config: Config) -> int:
+    """Return the maximum number of tokens that follow a prompt in training."""
+    return config.max_tokens_after_prompt if config.environment.is_set else config.rollout.max_new_tokens
 
 
 def describe_data_parallelism(config: Config, placement: Placement) -> str:

@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from rl.config.schema import ConfigError, RewardConfig
-from rl.rewards.failure import RewardFailure, quote
+from rl.rewards.failure import ENVIRONMENT, RewardFailure, quote
 from rl.rewards.find import read_rules
 from rl.rewards.launch import launch
 from rl.rewards.pool import SILENCE_S, RewardPool
 
 ARBITRARY_RESPONSE = "I do not know."
+NO_CONVERSATION = "The environment's own reward was not computed, because it needs a whole conversation"
 # Types of exceptions that are the same for every response, if two different responses give the same text.
 INDEPENDENT = ("KeyError", "NameError", "ImportError", "ModuleNotFoundError", "ResultTypeError")
 
@@ -36,9 +37,15 @@ def score_one_row(config: RewardConfig, row: TrialRow) -> Trial:
 
     The functions run in a worker process with its limits, as in a run. Raise ConfigError if they cannot be imported, or
     if they fail in a way that does not depend on the response. Other failures are only described, since a run continues
-    after them.
+    after them. The reward of an environment is left out, because it needs a conversation.
     """
-    read_rules(config)  # before a process is started
+    rules = read_rules(config)  # before a process is started
+    others = {rule.spec: rule.weight for rule in rules if rule.spec != ENVIRONMENT}
+    if not others:
+        return Trial(NO_CONVERSATION, False)
+    if len(others) < len(rules):
+        trial = score_one_row(replace(config, function=others), row)
+        return trial._replace(text=f"{trial.text}. {NO_CONVERSATION}")
     missing = [name for name in config.credentials if name not in os.environ]
     if missing:
         present = [name for name in config.credentials if name in os.environ]

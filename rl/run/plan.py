@@ -16,8 +16,9 @@ from rl.common.text import count_of, format_bytes
 from rl.config.load import add_arguments
 from rl.config.modes import load_settings, read_phase
 from rl.config.schema import ConfigError, resolve_path
-from rl.data.sources import Data, check_files, read_data
+from rl.data.sources import Data, check_files, make_conversation, read_data
 from rl.data.trajectory_files import list_files, run_folder, trajectory_folder
+from rl.environments.find import read_environment
 from rl.model.hub import find_in_cache, warn_of_typo
 from rl.model.memory import estimate
 from rl.model.shape import check_folder, check_model, check_weights, measure_size
@@ -25,7 +26,7 @@ from rl.model.tokenizer import load_tokenizer
 from rl.placement.nodes import Nodes
 from rl.placement.roles import Placement, plan
 from rl.report.console import print_or_exit
-from rl.report.sizes import describe_data_parallelism, max_step_tokens
+from rl.report.sizes import describe_data_parallelism, max_step_tokens, max_tokens_of_rollout
 from rl.report.writers import check_writers
 from rl.rewards.find import check_rewards
 from rl.rewards.trial import TrialRow, score_one_row
@@ -109,6 +110,7 @@ class RunPlan:
         self.placement = self._place(args)
         self.notes += check_settings(self.config, self.placement)
         check_rewards(self.config.reward)
+        read_environment(self.config.environment)
         check_writers(self.config.metrics.writers)
         self._check_run_folder()
         self.models = {setting: self._find_model(setting, path) for setting, path in self.config.model_paths.items()}
@@ -116,6 +118,7 @@ class RunPlan:
         check_files(self.config, self.datasets)
         # What follows may import torch, which takes seconds.
         self.data = self._read_data()
+        self.conversations = self._try_environment() if self.config.environment.is_set else []
         self.reward = self._try_rewards()
         self._check_functions()
         num_steps = self.config.train.count_steps(len(self.data.stream))
@@ -191,11 +194,40 @@ class RunPlan:
             self.unchecked.append("data.eval (not read, because eval.interval=0)")
         return data
 
+    def _try_environment(self) -> list[str]:
+        """Import the user's code, and begin a conversation. Return what the conversations are."""
+        from rl.environments.protocol import Ask
+        from rl.run.environment import LocalConversation, describe_conversations  # imports torch
+
+        folder, prompt = self.models["model.path"], self.data.stream.prompts[0]
+        with LocalConversation(self.config, folder) as local:
+            lines = describe_conversations(self.config, local.pool.loaded)
+            self.checked.append("import of the environment")
+            self.unchecked.append("whole conversations (tools/try_environment.py)")
+            if folder is None:
+                self.unchecked.append("the chat template of conversations (it needs the tokenizer)")
+                return lines
+            if local.pool.loaded.call_format:
+                self.checked.append("the chat template of conversations")
+            if self.config.environment.rollout:
+                return [*lines, "the rollout function was not called"]
+            local.begin(prompt)
+            event = local.receive()
+        if isinstance(event, Ask):
+            return [
+                *lines,
+                f"{prompt.place}: the prompt has {len(event.prompt)} tokens, with all that the model is told",
+            ]
+        return [*lines, f"{prompt.place}: this conversation could not begin: {event.problem or event.ending}"]
+
     def _try_rewards(self) -> str:
         """Return what the reward functions give for a row of the data."""
         prompt = self.data.stream.prompts[0]
-        row = TrialRow(prompt.place, prompt.text, prompt.row | {"answer": prompt.answer})
-        trial = score_one_row(self.config.reward, row)
+        values = prompt.row | {"answer": prompt.answer}
+        if self.config.environment.is_set:
+            data = self.config.data
+            values["messages"] = make_conversation(prompt.row, data) if data.chat_template else []
+        trial = score_one_row(self.config.reward, TrialRow(prompt.place, prompt.text, values))
         self.checked.append("reward functions" if trial.has_score else "import of the reward functions")
         if not trial.has_score:
             self.unchecked.append("scores of the reward functions (see reward)")
@@ -245,6 +277,7 @@ class RunPlan:
             "steps": self._steps() if self.trains else [],
             "tokens": self._tokens() if self.trains else [],
             "evaluation": self._evaluation(),
+            "environment": self.conversations,
             "reward": [self.reward],
             "note": self.notes,
             "checked": ["; ".join(self.checked)],
@@ -327,12 +360,13 @@ class RunPlan:
         config, stream = self.config, self.data.stream
         num_rollouts = config.train.num_prompts_per_step * config.rollout.num_samples_per_prompt
         prompt, response = config.data.max_prompt_tokens, config.rollout.max_new_tokens
-        most = max_step_tokens(config)
-        lines = [f"a step has at most {num_rollouts:,} x ({prompt} + {response}) = {most:,} tokens"]
+        after, most = max_tokens_of_rollout(config), max_step_tokens(config)
+        lines = [f"a step has at most {num_rollouts:,} x ({prompt} + {after}) = {most:,} tokens"]
         lines.append(describe_data_parallelism(config, self.placement))
         if self.has_tokenizer:
             mean = fmean(len(each.tokens) for each in map(stream.at, range(min(len(stream), MAX_SAMPLE))))
-            expected = f"{num_rollouts:,} x {mean:.1f} = {num_rollouts * mean:,.0f} of prompts"
+            alone = " without tools and observations" if config.environment.is_set else ""
+            expected = f"{num_rollouts:,} x {mean:.1f} = {num_rollouts * mean:,.0f} of prompts{alone}"
             lines.append(f"expected: {expected}, and up to {num_rollouts * response:,} of responses")
         schedule = plan_schedule(config)
         if schedule.max_lag:

@@ -35,6 +35,7 @@ PLAIN = {"default": ["--plan"], "wrong placement": ["--plan", "placement.rollout
 TINY = {"default", "tiny_calculator", "tiny_guess"}  # their models are in this repository
 RECIPES = sorted({file.stem for file in (ROOT / "configs").glob("*.yaml")} - TINY)
 NESTED = ["data.train=nested.jsonl", "data.prompt_key=ask.text", "eval.interval=0"]
+CHAT = ["model.path=chat", "data.chat_template=true", "data.max_prompt_tokens=40", "rollout.max_new_tokens=20"]
 # These share a process, since nearly all of a command's seconds are imports.
 SHARED = {
     "sizes from flags": ["--plan", "--nnodes", "4", "--nproc-per-node", "8", *MISSION],
@@ -72,6 +73,18 @@ SHARED = {
     "a loss of other names": ["--plan", "algo.loss=own.py:other"],
     "good reward": ["--plan", "reward.function=rewards.py:good"],
     "failing reward": ["--plan", "reward.function=rewards.py:misspelt"],
+    "a game": [
+        *("--plan", *CHAT, "environment.class=game.py:Game", "environment.max_tokens_per_turn=3"),
+        "reward.function={environment: 1, rewards.py:talkative: 0.5}",
+    ],
+    "a game that cannot begin": [
+        *("--plan", *CHAT, "environment.class=game.py:Game", "environment.options={column: secret}"),
+        "reward.function=environment",
+    ],
+    "a template without tools": ["--plan", *CHAT, "environment.tools=[game.py:add]"],
+    "tools of a model elsewhere": [
+        *("--plan", *CHAT, "environment.tools=[game.py:add]", "model.path=nobody/no-such-model"),
+    ],
     "sizes without a plan": ["--nnodes", "4"],
     "no ranks": ["--plan", "--nproc-per-node", "0"],
     "epochs": ["--plan", "train.num_epochs=2", "train.num_prompts_per_step=100", "rollout.num_samples_per_prompt=4"],
@@ -241,9 +254,33 @@ def misspelt(prompt, response, row):
 def tagged(prompt, response, row):
     return float(response.split("<answer>")[1] == row["answer"])
 
+def talkative(prompt, response, row):
+    return len(row["messages"])
+
 def prompted(prompt, response, row):
     return float(prompt[0] == row["prompt"][0])
 """
+
+
+GAME = '''
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+class Game:
+    def __init__(self, column="answer"):
+        self.column = column
+
+    def reset(self, row):
+        return "Try " + row[self.column]
+
+    def step(self, message):
+        return "no", False
+
+    def reward(self):
+        return 0.0
+'''
+CHAT_TEMPLATE = "{% for message in messages %}{{ message.role[0] + message.content + eos_token }}{% endfor %}a"
 
 
 class Answer(NamedTuple):
@@ -272,6 +309,9 @@ def write_files(folder: Path) -> None:
     (folder / "cluster.yaml").write_text(CLUSTER)
     (folder / "own.py").write_text("def whole(new_logprobs): ...\ndef other(logprobs): ...\n")
     (folder / "rewards.py").write_text(REWARDS)
+    (folder / "game.py").write_text(GAME)
+    shutil.copytree(ROOT / "configs" / "tiny", folder / "chat")
+    (folder / "chat" / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     for name, (text, _) in BROKEN.items():
         (folder / f"{name.replace(' ', '_')}.yaml").write_text(text)
     nested = {"ask": {"text": "2+2="}, "reward_model": {"ground_truth": 4, "style": "rule"}}
@@ -665,6 +705,10 @@ def test_nodes_of_different_sizes_and_their_shares(answers: dict[str, Answer]) -
         ("no such metric", ["got 'eval/acuracy', which no evaluation reports", "eval/accuracy, eval/eval/avg@1"]),
         ("no such loss", ["own.py has no function 'absent'", "it has whole, other"]),
         ("a loss of other names", ["other takes (logprobs), but missing a required argument", "must be among new_log"]),
+        (
+            "a template without tools",
+            ["chat template does not write the tools into the prompt", "choose a model that was trained to call tools"],
+        ),
         ("phase without its role", ["no rank has the role 'actor', which the phase update needs"]),
         ("phase ahead", ["--rl-phase rollout: rollout.ahead: got 1", "set rollout.ahead=0"]),
         ("nothing to evaluate", ["--eval-only has nothing to evaluate on", "data.eval is empty"]),
@@ -755,6 +799,42 @@ def test_the_reward_of_a_row_is_shown(answers: dict[str, Answer]) -> None:
     assert answer.code == 0, answer.stderr
     shown = f"{ROOT}/configs/tiny/train.jsonl, line 1: its answer '88' scores 0.5 (good 0.5, good/length 2)"
     assert shown in answer.section("reward")
+
+
+def test_the_conversations_of_an_environment(answers: dict[str, Answer]) -> None:
+    answer = answers["a game"]
+    assert answer.code == 0, answer.stderr
+    shown = answer.section("environment")
+    assert shown.startswith(
+        "the class game.py:Game at most 8 turns, 20 tokens of the model (3 per turn), 512 tokens per"
+    )
+    assert "10 s per call and 600 s in all; the longest sequence has 40 + 40 = 80 tokens" in shown
+    # u, 40+48=, end, u, Try 88, end, a
+    assert shown.endswith(
+        f"{ROOT}/configs/tiny/train.jsonl, line 1: the prompt has 17 tokens, with all that the model is told"
+    )
+    assert "256 x (40 + 40) = 20,480 tokens" in answer.section("tokens")
+    assert "'88' scores 0.5; " in answer.section("reward")  # the prompt is one message
+    assert "The environment's own reward was not computed, because it needs a whole" in answer.section("reward")
+    assert "import of the environment; the chat template of conversations; " in answer.section("checked")
+    assert "whole conversations (tools/try_environment.py); " in answer.section("not checked")
+
+
+def test_an_environment_that_fails_for_a_row_is_no_error(answers: dict[str, Answer]) -> None:
+    """A run goes on after such a failure."""
+    answer = answers["a game that cannot begin"]
+    assert answer.code == 0, answer.stderr
+    assert "line 1: this conversation could not begin: KeyError: 'secret' (" in answer.section("environment")
+    line = GAME.splitlines().index('        return "Try " + row[self.column]') + 1
+    assert f"/game.py:{line})" in answer.section("environment")
+
+
+def test_tools_are_checked_without_a_model(answers: dict[str, Answer]) -> None:
+    answer = answers["tools of a model elsewhere"]
+    assert answer.code == 0, answer.stderr
+    assert answer.section("environment").startswith("the tools add at most 8 turns, 20 tokens of the model, 512 tokens")
+    assert "import of the environment; " in answer.section("checked")
+    assert "the chat template of conversations (it needs the tokenizer); " in answer.section("not checked")
 
 
 def test_a_reward_that_needs_a_format_is_no_error(answers: dict[str, Answer]) -> None:
