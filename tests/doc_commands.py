@@ -28,6 +28,7 @@ PLACEHOLDERS = {"~/Downloads/gsm8k": "gsm8k", "~/Downloads/math": "math"}
 PLACEHOLDERS |= {"RUN": "runs/mine", "runs/demo": "runs/mine"}
 # The only other changes to what is run, to save time.
 SHORTER = {"num_steps: 40": "num_steps: 2", "train.num_steps=60": "train.num_steps=3"}
+SHORTER |= {"run.name=tools": "run.name=tools train.num_steps=2 eval.interval=0"}
 
 # tests/e2e/test_doc_runs.py runs these in minutes, in this order, in one copy of the repository.
 FIRST_RUN = [
@@ -48,6 +49,12 @@ JOBS = [
     "python tools/jobs.py stop x",
     "python tools/jobs.py logs -f x",
     "python tools/jobs.py submit mine --config my/run.yaml",
+]
+ENVIRONMENTS = [
+    "python tools/try_environment.py --model --config configs/tiny_calculator.yaml "
+    "'environment.tools=[my/tools.py:add]'",
+    "torchrun --nproc-per-node 2 train.py --config configs/tiny_calculator.yaml "
+    "'environment.tools=[my/tools.py:add]' run.name=tools",
 ]
 BENCHMARKS = {  # with the options that make each shorter
     "python benchmarks/rewards.py": "--calls 500",
@@ -219,7 +226,7 @@ def classes(text: str) -> list[str]:
         "plan": is_plan(text),
         "quick": is_quick(text),
         "pytest": is_pytest(text),
-        "slow": text in [*FIRST_RUN, *JOBS, *BENCHMARKS],
+        "slow": text in [*FIRST_RUN, *JOBS, *ENVIRONMENTS, *BENCHMARKS],
         "elsewhere": text in ELSEWHERE,
         "needs": bool(needs(text)),
     }
@@ -258,6 +265,7 @@ def shorter(text: str) -> str:
 
 
 def tutorial() -> dict[str, str]:
-    """Return the files that docs/first_run.md and docs/algorithms.md ask their reader to write, by path."""
-    pages = "".join((ROOT / "docs" / name).read_text() for name in ("first_run.md", "algorithms.md"))
+    """Return the files that pages ask their reader to write, by path."""
+    names = ("first_run.md", "algorithms.md", "environments.md")
+    pages = "".join((ROOT / "docs" / name).read_text() for name in names)
     return dict(re.findall(r"^`(my/[\w.]+)`[^\n]*\n\n```\w+\n(.*?)^```", pages, re.MULTILINE | re.DOTALL))

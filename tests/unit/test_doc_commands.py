@@ -212,4 +212,5 @@ def test_named_tests_exist(text: str) -> None:
 
 
 def test_the_tutorial_has_all_of_its_files() -> None:
-    assert list(tutorial()) == ["my/sums.jsonl", "my/rewards.py", "my/run.yaml", "my/algo.py"]
+    environments = ["my/tools.py", "my/game.py", "my/quiz.py", "my/rollout.py"]
+    assert list(tutorial()) == ["my/sums.jsonl", "my/rewards.py", "my/run.yaml", "my/algo.py", *environments]
