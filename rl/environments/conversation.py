@@ -13,7 +13,7 @@ from typing import Any
 
 from rl.config.schema import EnvironmentConfig
 from rl.environments.interface import ChatFormat, Generated, Message, Outcome, ParsedTurn, ToolCall, Workers
-from rl.environments.protocol import Ask, Ended, Ending, Open, SampledTurn
+from rl.environments.protocol import Ask, Ended, Ending, Open, Recorded, SampledTurn
 
 COUNT_OF = {
     "unknown_tool": "unknown_tool",
@@ -137,7 +137,7 @@ class LiveConversation:
 
     async def _reset(self) -> list[Message]:
         row, seed = self._opened.row, self._opened.seed
-        num_calls = 0 if self._settings.class_ else self._counts["made"]  # that are not repeated
+        num_calls = 0 if self._settings.class_ else self._counts["calls"]  # that are not repeated
         value = _require(await self._workers.reset(self._name, row, seed, num_calls)).value
         if value is None:
             return []
@@ -157,10 +157,7 @@ class LiveConversation:
         return answers, is_done
 
     async def _call(self, call: ToolCall) -> Outcome:
-        outcome = Outcome("bad_arguments", text=call.problem)
-        if not call.problem:
-            outcome = await self._workers.call(self._name, call)
-            self._counts["made"] += outcome.status != "unknown_tool"  # their numbers seed random tools
+        outcome = await self._workers.call(self._name, call)
         self._counts["calls"] += 1
         if outcome.status != "ok":
             self._counts[COUNT_OF[outcome.status]] += 1
@@ -189,7 +186,7 @@ class LiveConversation:
                 raise Over(self._limit)
             self._num_turns += 1
             if turn < len(history) - 1:
-                return Generated(history[turn].tokens, "stop")
+                return _recall(history[turn], ids)
             limit = min(filter(None, (max_tokens, self._settings.max_tokens_per_turn)), default=0)
             told, self._num_told = self._messages[self._num_told :], len(self._messages)
             failures, self._failures = self._failures, []
@@ -216,6 +213,17 @@ def _require(outcome: Outcome) -> Outcome:
 def _explain(outcome: Outcome) -> str:
     """Return why a call has failed, with file and line if they are known."""
     return (outcome.text or outcome.status) + (outcome.place and f" ({outcome.place})")
+
+
+def _recall(recorded: Recorded, ids: list[int]) -> Generated:
+    """Return a turn of an earlier round to the rollout function, which must have asked for the same."""
+    if recorded.prompt != ids:
+        raise Over(
+            "error",
+            "the function was repeated because its rollout goes on in another round, but it did not ask generate for "
+            "the same ids again; use no time, and no random numbers except those of random.Random(task.seed)",
+        )
+    return Generated(recorded.tokens, "length" if recorded.is_cut else "stop")
 
 
 def _failure_of(outcome: Outcome) -> Ending:

@@ -20,6 +20,7 @@ class Recorded(msgspec.Struct, frozen=True):
     prompt: list[int]
     tokens: list[int]
     messages: list[dict[str, Any]]  # see Ask
+    is_cut: bool = False  # it has reached its own limit of tokens
 
 
 class Load(msgspec.Struct, frozen=True, tag=True):

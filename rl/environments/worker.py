@@ -309,7 +309,9 @@ class _Children:
             living = _list_below()
 
     def _new(self, living: set[int]) -> set[int]:
-        return living - sandbox_processes() - set().union(*self._owned.values())
+        sandboxes = sandbox_processes()
+        inside = {process for sandbox in sandboxes for process in descendants_of(sandbox)}
+        return living - sandboxes - inside - set().union(*self._owned.values())
 
 
 def _list_below() -> set[int]:

@@ -59,10 +59,10 @@ class Gathered:
     scores: dict[int, Results]  # of this actor's groups, by position; what this batch has scored
     num_preemptions: int  # of this actor's groups
     num_kept_tokens: int  # see ScoredGroup
-    num_read_tokens: int = 0
-    num_cached_tokens: int = 0
     scored: frozenset[str] = frozenset()  # names of the scores of all actors' groups, such as reward/NAME/PART
     missing: frozenset[int] = frozenset()  # positions of this actor's groups that are in no file, in the phase update
+    num_read_tokens: int = 0
+    num_cached_tokens: int = 0
 
 
 class Rollouts(Service):

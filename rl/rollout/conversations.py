@@ -25,6 +25,7 @@ class RecordedTurn:
     prompt: list[int]
     response: Response = field(default_factory=Response)
     messages: list[dict[str, Any]] = field(default_factory=list)  # what was said since the turn before
+    is_cut: bool = False  # it has ended, because it reached its own limit of tokens
 
 
 @dataclass
@@ -50,13 +51,14 @@ class RecordedConversation:
 
     @property
     def record(self) -> Record:
-        return {"messages": [turn.messages for turn in self.turns], "counts": self.counts}
+        turns = [{"messages": turn.messages, "is_cut": turn.is_cut} for turn in self.turns]
+        return {"turns": turns, "counts": self.counts}
 
     def history(self) -> list[Recorded]:
         """Return the turns for the conversation server. The last one goes on, so its tokens are left out."""
         last = len(self.turns) - 1
         return [
-            Recorded(turn.prompt, turn.response.tokens if index < last else [], turn.messages)
+            Recorded(turn.prompt, turn.response.tokens if index < last else [], turn.messages, turn.is_cut)
             for index, turn in enumerate(self.turns)
         ]
 
@@ -154,20 +156,19 @@ def unpack_conversations(batch: Batch, records: Sequence[Record | None]) -> list
         conversation = conversations[sample]
         conversation.is_ended, conversation.reward = bool(batch.ended[index]), float(batch.rewards[index])
         conversation.is_truncated = bool(batch.truncated[index])
-        end = 0
         for begin, end in _runs(numbers):
             response = Response(tokens[begin:end], logprobs[begin:end], versions[begin:end], is_ended=True)
             conversation.turns.append(RecordedTurn(tokens[:begin], response))
-        is_last = owners[index + 1 :][:1] != [sample]
-        if is_last and not conversation.is_ended:
-            if end < len(tokens):  # the model has read this, but written nothing yet
+        is_last, record = owners[index + 1 :][:1] != [sample], records[sample]
+        if is_last and record is not None:
+            if len(conversation.turns) < len(record["turns"]):  # the model has read this, but written nothing yet
                 conversation.turns.append(RecordedTurn(tokens))
-            elif end:
+            else:
                 conversation.turns[-1].response.noise = noise[index].tobytes()
             conversation.turns[-1].response.is_ended = False
     for conversation, record in zip(conversations, records, strict=True):
-        for turn, messages in zip(conversation.turns, record["messages"] if record else []):
-            turn.messages = messages
+        for turn, known in zip(conversation.turns, record["turns"] if record else []):
+            turn.messages, turn.is_cut = known["messages"], known["is_cut"]
     return conversations
 
 

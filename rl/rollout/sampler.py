@@ -69,8 +69,8 @@ class Sampler:
         state, held, numbers = self._schedule.state, self._held, self.sample_rounds(version)
         for name in self._counted:
             self._count(measures, name, held.counts[name])
-        if num_read := held.counts["rollout/read_tokens"]:
-            num_cached = held.counts["rollout/cached_tokens"] if self.stream is not None else 0
+        if num_read := held.counts["read tokens"]:
+            num_cached = held.counts["cached tokens"] if self.stream is not None else 0
             measures.mean("rollout/prefix_hit_rate", num_cached, num_read if self.stream is not None else 0)
         held.counts.clear()
         batch = self._settle(numbers)
@@ -152,8 +152,8 @@ class Sampler:
         *found, num_preemptions, num_kept_tokens, num_read_tokens, num_cached_tokens = outcomes.tolist()
         self._held.counts["rollout/preemptions"] += num_preemptions
         self._held.counts["rollout/kept_kv_tokens"] += num_kept_tokens
-        self._held.counts["rollout/read_tokens"] += num_read_tokens
-        self._held.counts["rollout/cached_tokens"] += num_cached_tokens
+        self._held.counts["read tokens"] += num_read_tokens
+        self._held.counts["cached tokens"] += num_cached_tokens
         return found
 
     def _settle(self, numbers: list[int]) -> Batch:

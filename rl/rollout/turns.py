@@ -105,7 +105,7 @@ class Conversations:
         else:
             self._send(Close(key))
             return False
-        response.is_ended, response.noise = True, b""
+        response.is_ended, response.noise, turn.is_cut = True, b"", finish == "length"
         group.waiting.add(sample)
         self._send(SampledTurn(key, number, response.tokens, finish))
         return True

@@ -119,7 +119,7 @@ def test_a_carried_group_is_unpacked_as_it_was(seed: int) -> None:
             tokens = [source.randint(3, 8) for _ in range(source.randint(1, 3))]
             conversation.turns.append(RecordedTurn(prompt, written(*tokens), [{"number": number}]))
             prompt = [*prompt, *tokens] if source.random() < 0.7 else [1]
-            prompt = [*prompt, *(source.randint(10, 20) for _ in range(source.randint(1, 2)))]
+            prompt = [*prompt, *(source.randint(10, 20) for _ in range(source.randint(0, 2)))]
         conversation.is_ended, conversation.counts = source.random() < 0.5, {"calls": 3}
         if not conversation.is_ended and source.random() < 0.5:
             conversation.turns.append(RecordedTurn(prompt, written(is_ended=False), [{"role": "tool"}]))
@@ -212,6 +212,25 @@ def test_a_conversation_without_tokens_left_in_the_round_waits_with_its_observat
     assert later.group.conversations[0].turns[1].prompt == [1, 2, 3, STOP, 6]
     assert later.ask(1, [1, 2, 3, STOP, 6])
     assert later.requests[-1].tokens == [1, 2, 3, STOP, 6] and later.requests[-1].noise == b""
+
+
+def test_a_turn_that_reads_nothing_new_waits_for_the_next_round() -> None:
+    """As when a rollout function asks for more after a limit of its own."""
+    lead = Lead("rollout.max_new_tokens=20", per_round=2)
+    assert lead.ask(0, [1, 2], max_tokens=2) and lead.sample(3, 4, is_cut=True)
+    assert not lead.ask(1, [1, 2, 3, 4], max_tokens=2)
+    lead.group.running.clear()
+    later = lead.carry()
+    opened = later.sent[-1]
+    assert isinstance(opened, Open)
+    assert [(turn.prompt, turn.tokens, turn.is_cut) for turn in opened.history] == [
+        ([1, 2], [3, 4], True),
+        ([1, 2, 3, 4], [], False),
+    ]
+    assert later.ask(1, [1, 2, 3, 4], max_tokens=2)
+    assert (later.requests[-1].tokens, later.requests[-1].max_tokens) == ([1, 2, 3, 4], 2)
+    assert later.sample(5, STOP)
+    assert later.group.pack().turns.tolist() == [-1, -1, 0, 0, 1, 1]  # type: ignore[union-attr]
 
 
 def test_an_ended_conversation_of_a_carried_group_is_not_opened_again() -> None:

@@ -183,7 +183,7 @@ def is_setting(word: str) -> bool:
     section, name = word.split(".")
     if section == "placement":
         return name in ("rollout", "inference", "actor", *PLACEMENT_SETTINGS)
-    return any(field.name.removesuffix("_") == name for field in dataclasses.fields(getattr(Config(), section)))
+    return any(field.name.rstrip("_") == name for field in dataclasses.fields(getattr(Config(), section)))
 
 
 # Metrics

@@ -131,7 +131,7 @@ def test_results_are_appended_and_the_model_reads_all_of_it() -> None:
     ended = run(model, workers)
     assert model.read == ["<hi>", "<hi>!add.<3>", "<hi>!add.<3>!add.<7>"]
     assert (ended.ending, ended.reward, ended.problem) == ("done", None, "")
-    assert ended.counts == {"calls": 2, "made": 2, "turns": 3}
+    assert ended.counts == {"calls": 2, "turns": 3}
     assert [message["content"] for message in ended.messages] == ["hi", "!add.", "3", "!add.", "7", "done."]
     assert workers.asked == ["reset", "add", "add"]
 
@@ -141,7 +141,7 @@ def test_each_turn_is_asked_with_what_was_said_since_the_last() -> None:
     run(model, ListedWorkers(None, "3", "4"))
     said = [[(message["role"], message["content"]) for message in ask.messages] for ask in model.asked]
     assert said == [[], [("assistant", "!add!add."), ("tool", "3"), ("tool", "4")]]
-    assert [ask.turn for ask in model.asked] == [0, 1] and model.asked[1].counts == {"calls": 2, "made": 2}
+    assert [ask.turn for ask in model.asked] == [0, 1] and model.asked[1].counts == {"calls": 2}
 
 
 @pytest.mark.parametrize(
@@ -158,8 +158,7 @@ def test_a_tool_that_fails_is_an_observation_and_a_count(status: Any, count: str
     model = Model("!add.", "done.")
     ended = run(model, ListedWorkers(None, Outcome(status, text="wrong")))
     assert model.read[1] == "<hi>!add.<wrong>"
-    made = {"made": int(status != "unknown_tool")}  # calls of a function
-    assert ended.ending == "done" and ended.counts == {"calls": 1, count: 1, "turns": 2} | made
+    assert ended.ending == "done" and ended.counts == {"calls": 1, count: 1, "turns": 2}
 
 
 @pytest.mark.parametrize("status", ["timeout", "crash"])
@@ -243,18 +242,18 @@ HISTORY = [
 
 def test_a_carried_conversation_goes_on_from_its_record_without_calling_tools_again() -> None:
     model, workers = Model("done."), ListedWorkers(None)
-    ended = run(model, workers, HISTORY, {"calls": 1, "made": 1})
+    ended = run(model, workers, HISTORY, {"calls": 1})
     assert model.read == ["<hi>!add.<old>"] and model.asked[0].turn == 1
     assert workers.asked == ["reset after 1"]
-    assert ended.counts == {"calls": 1, "made": 1, "turns": 2}
+    assert ended.counts == {"calls": 1, "turns": 2}
     assert [message["content"] for message in ended.messages] == ["hi", "!add.", "old", "done."]
 
 
 def test_the_calls_of_an_environment_are_repeated_but_the_model_reads_the_record() -> None:
     model, workers = Model("!add.", "done."), ListedWorkers(None, "new", "8")
-    ended = run(model, workers, HISTORY, {"calls": 1, "made": 1}, class_="a.py:A")
+    ended = run(model, workers, HISTORY, {"calls": 1}, class_="a.py:A")
     assert model.read == ["<hi>!add.<old>", "<hi>!add.<old>!add.<8>"]
-    assert workers.asked == ["reset", "add", "add"] and ended.counts == {"calls": 2, "made": 2, "turns": 3}
+    assert workers.asked == ["reset", "add", "add"] and ended.counts == {"calls": 2, "turns": 3}
 
 
 def test_a_template_that_rewrites_is_rendered_as_a_whole() -> None:
@@ -272,6 +271,33 @@ def test_a_rollout_function_generates_and_is_answered_from_its_record() -> None:
     record = [Recorded(ids("a"), ids("bc."), []), Recorded(ids("abc."), [], [])]
     assert run(again, ListedWorkers(), record, rollout="a.py:f", tools=[]) == ended
     assert again.read == ["abc."] and again.asked[0].turn == 1
+
+
+def test_a_repeated_rollout_function_is_told_how_its_turns_ended() -> None:
+    finishes = []
+
+    class Noting(ListedWorkers):
+        async def roll_out(self, conversation: str, task: dict[str, Any], generate: Generate) -> Outcome:
+            finishes.append([(await generate(ids(prompt))).finish for prompt in "abc"])
+            return Outcome("ok", 1.0)
+
+    record = [Recorded(ids("a"), ids("x"), [], is_cut=True), Recorded(ids("b"), ids("y."), []), Recorded([], [], [])]
+    run(Model("z."), Noting(), record, rollout="a.py:f", tools=[])
+    assert finishes == [["length", "stop", "stop"]]
+
+
+def test_a_rollout_function_that_asks_for_something_else_when_it_is_repeated_fails() -> None:
+    record = [Recorded(ids("b"), ids("bc."), []), Recorded(ids("abc."), [], [])]
+    ended = run(Model("d."), RaisingWorkers(), record, rollout="a.py:f", tools=[])
+    assert ended.ending == "error" and "did not ask generate for the same ids again" in ended.problem
+
+
+class RaisingWorkers(ListedWorkers):
+    """Workers that raise what `generate` raises, as the real ones do."""
+
+    async def roll_out(self, conversation: str, task: dict[str, Any], generate: Generate) -> Outcome:
+        await generate(ids("a"))
+        return Outcome("ok", 1.0)
 
 
 def test_a_rollout_function_that_reaches_a_limit_ends_with_it() -> None:
