@@ -152,3 +152,19 @@ def test_our_kernel_decodes_heads_with_keys_of_their_own(tmp_path: Path) -> None
     check("collocated, 1 rank, 16 heads of 16", result)
     [profile] = (tmp_path / "run").rglob("step_2.rank_0.txt")
     assert " _attend\n" in profile.read_text().partition("rollout:")[2].partition("update:")[0]
+
+
+@pytest.mark.parametrize("placement", [["rollout.gpu_memory_fraction=0.4"], SEPARATE], ids=["collocated", "separate"])
+def test_conversations(placement: list[str], tmp_path: Path) -> None:
+    """Three turns of a real model. The prefix cache has what the model has read before, and logprobs agree."""
+    environment = [f"environment.class={Path(__file__).parent / 'doubt.py'}:Doubt", "reward.function=environment"]
+    limits = ["environment.max_tokens_per_turn=64", "rollout.max_new_tokens=192", "data.chat_template=true"]
+    num_ranks = 2 if placement is SEPARATE else 1
+    options = [*settings(), *environment, *limits, *placement, "train.num_steps=6"]
+    rows = train(tmp_path / "run", num_ranks, *options, timeout_s=400).metrics
+    names = ["policy/mismatch_kl", "rollout/prefix_hit_rate", "environment/turns", "environment/observation_tokens"]
+    names += ["rollout/length_mean", "time/rollout", "time/step", "reward/mean"]
+    print("\n" + json.dumps({name: [row.get(name) for row in rows] for name in names}), flush=True)
+    assert all(row["environment/turns"] == 3 and row["environment/sequences"] == 1 for row in rows)
+    assert all(row["rollout/prefix_hit_rate"] > 0.5 for row in rows)
+    assert max(row["policy/mismatch_kl"] for row in rows) < MAX_MISMATCH_KL
