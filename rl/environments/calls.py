@@ -28,6 +28,7 @@ from rl.environments.interface import ToolCall
 Found = tuple[str, list[ToolCall]]
 ARGUMENTS = ("arguments",)  # how families call the arguments of a call
 EITHER = ("arguments", "parameters")
+MAX_DEPTH = 100  # of lists and objects in arguments
 
 
 def _refuse_constant(text: str) -> None:
@@ -61,7 +62,12 @@ def _read_json(text: str, start: int) -> Value:
 
 
 def _broken(why: str, name: str = "") -> ToolCall:
-    return ToolCall(name, {}, problem=why)
+    """Half characters, which JSON may have as escapes, are in no text that can be sent on."""
+    return ToolCall(_whole(name), {}, problem=_whole(why))
+
+
+def _whole(text: str) -> str:
+    return text.encode(errors="replace").decode()
 
 
 def _call_of(value: Any, keys: Sequence[str]) -> ToolCall:
@@ -86,9 +92,18 @@ def _checked(call: ToolCall) -> ToolCall:
     try:
         msgspec.msgpack.encode([call.name, call.arguments])
     except (ValueError, OverflowError, RecursionError, TypeError) as error:
-        name = call.name.encode(errors="replace").decode()
-        return _broken(f"The arguments have a value that no tool can take: {error}.", name)
+        return _broken(f"The arguments have a value that no tool can take: {error}.", call.name)
+    if _is_deep(call.arguments):
+        return _broken(f"The arguments are nested more than {MAX_DEPTH} times.", call.name)
     return call
+
+
+def _is_deep(value: Any, depth: int = 0) -> bool:
+    """Templates and checks of arguments recurse into values, and not all of them as far as JSON does."""
+    if not isinstance(value, dict | list):
+        return False
+    inner = value.values() if isinstance(value, dict) else value
+    return depth > MAX_DEPTH or any(_is_deep(each, depth + 1) for each in inner)
 
 
 def _kind(value: Any) -> str:

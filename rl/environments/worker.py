@@ -207,12 +207,21 @@ def decode_request(body: bytes | bytearray) -> CallRequest:
 def decode_answer(kind: str, body: bytes | bytearray) -> CallAnswer | None:
     """Return a worker's answer to a call of this kind, or None if it is invalid."""
     try:
-        answer = CallAnswer(*json.loads(body))
+        answer = CallAnswer(*_whole(json.loads(body)))
     except (ValueError, TypeError, RecursionError):
         return None
     are_texts = isinstance(answer.text, str) and isinstance(answer.place, str) and isinstance(answer.is_done, bool)
     is_known = answer.status in ("ok", "error", "timeout", "bad_arguments")
     return answer if are_texts and is_known and (answer.status != "ok" or _is_valid(kind, answer.value)) else None
+
+
+def _whole(value: Any) -> Any:
+    """Return plain data with `?` for half characters, which neither a tokenizer nor a message to the lead can have."""
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
+    if isinstance(value, dict):
+        return {_whole(key): _whole(inner) for key, inner in value.items()}
+    return [_whole(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _is_valid(kind: str, value: Any) -> bool:
