@@ -8,8 +8,11 @@ they are not called again. An environment has state, so its calls are repeated, 
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import msgspec
 
 from rl.config.schema import EnvironmentConfig
 from rl.environments.interface import ChatFormat, Generated, Message, Outcome, ParsedTurn, ToolCall, Workers
@@ -43,9 +46,10 @@ class LiveConversation:
         chat: ChatFormat | None,  # None: only a rollout function needs none
         workers: Workers,
         ask: Callable[[Ask], Awaitable[SampledTurn]],
+        num_ids: int = 0,  # of the model's tokenizer; 0: unknown
     ):
         self._opened, self._settings, self._max_prompt_tokens = opened, settings, max_prompt_tokens
-        self._chat, self._workers, self._ask = chat, workers, ask
+        self._chat, self._workers, self._ask, self._num_ids = chat, workers, ask, num_ids
         self._name = "/".join(map(str, opened.key))
         self._messages: list[Message] = list(opened.messages)
         self._num_told = len(self._messages)  # of these messages, the lead knows so many
@@ -98,12 +102,12 @@ class LiveConversation:
         assert self._chat is not None
         ids = await self._replay() if self._opened.history else await self._begin()
         if len(ids) > self._max_prompt_tokens and not self._num_turns:
-            limit = f"but data.max_prompt_tokens = {self._max_prompt_tokens}"
-            raise Over("long_prompt", f"the prompt, with its tools, has {len(ids)} tokens, {limit}")
+            self._raise_long_prompt(len(ids))
         while True:
             generated = await self._generate(ids)
-            turn = self._chat.parse(generated.tokens, ids)
-            self._messages.append(self._chat.message(generated.tokens, turn))
+            with _writing():
+                turn = self._chat.parse(generated.tokens, ids)
+                self._messages.append(self._chat.message(generated.tokens, turn))
             if self._limit is not None:
                 return self._limit
             if not turn.calls and not self._workers.has_step:
@@ -116,11 +120,18 @@ class LiveConversation:
                 return "turns"
             ids = self._prompt_after(ids, generated, turn, answers)
 
+    def _raise_long_prompt(self, length: int) -> NoReturn:
+        limit = f"but data.max_prompt_tokens = {self._max_prompt_tokens}"
+        raise Over("long_prompt", f"the prompt, with its tools, has {length} tokens, {limit}")
+
     async def _begin(self) -> list[int]:
         """Return the ids of the first prompt."""
         assert self._chat is not None
-        self._messages += await self._reset()
-        return self._chat.render(self._messages)
+        added = await self._reset()
+        with _writing():
+            msgspec.msgpack.encode(added)  # for the lead; whole numbers may have too many bits
+            self._messages += added
+            return self._chat.render(self._messages)
 
     async def _replay(self) -> list[int]:
         """Bring the environment to the state after the recorded turns. Return the prompt of the next one."""
@@ -172,9 +183,10 @@ class LiveConversation:
     ) -> list[int]:
         """Return the prompt of the next turn."""
         assert self._chat is not None
-        if not all(self._chat.appends(message["role"]) for message in answers):
-            return self._chat.render(self._messages)
-        return ids + generated.tokens + self._chat.extend(generated.tokens, turn, answers, self._messages[:1])
+        with _writing():
+            if not all(self._chat.appends(message["role"]) for message in answers):
+                return self._chat.render(self._messages)
+            return ids + generated.tokens + self._chat.extend(generated.tokens, turn, answers, self._messages[:1])
 
     async def _generate(self, ids: list[int], max_tokens: int = 0) -> Generated:
         """Return what the model writes after these ids: from the record of a rollout function, or sampled now."""
@@ -184,6 +196,8 @@ class LiveConversation:
                 self._limit = "turns"
             if self._limit is not None:
                 raise Over(self._limit)
+            if self._settings.rollout:
+                self._check_request(ids, max_tokens)
             self._num_turns += 1
             if turn < len(history) - 1:
                 return _recall(history[turn], ids)
@@ -198,9 +212,30 @@ class LiveConversation:
                 raise Over(self._limit or "tokens")
             return Generated(answer.tokens, "stop" if answer.finish == "stop" else "length")
 
+    def _check_request(self, ids: list[int], max_tokens: int) -> None:
+        """Refuse what would bring down the engine."""
+        if not self._num_turns and len(ids) > self._max_prompt_tokens:
+            self._raise_long_prompt(len(ids))
+        if not ids or min(ids) < 0 or (self._num_ids and max(ids) >= self._num_ids):
+            given = f"ids from {min(ids)} to {max(ids)}" if ids else "no ids"
+            known = f"from 0 to {self._num_ids - 1}" if self._num_ids else "of tokens"
+            raise Over("error", f"generate: got {given}; give ids {known}")
+        if max_tokens is not None and not (type(max_tokens) is int and 0 <= max_tokens < 1 << 31):
+            raise Over("error", f"generate: got max_tokens={max_tokens!r}; give a whole number, or 0 for no limit")
+
     def _shorten(self, text: str) -> str:
         assert self._chat is not None
-        return self._chat.shorten(text, self._settings.max_observation_tokens)
+        with _writing():
+            return self._chat.shorten(text, self._settings.max_observation_tokens)
+
+
+@contextmanager
+def _writing() -> Iterator[None]:
+    """End the conversation if its messages cannot be written as ids: it must not bring down the others."""
+    try:
+        yield
+    except Exception as error:  # a template may raise anything
+        raise Over("error", f"its messages cannot be written as tokens: {error} ({type(error).__name__})") from error
 
 
 def _require(outcome: Outcome) -> Outcome:

@@ -41,6 +41,7 @@ class ConversationServer:
         self._encode = msgspec.msgpack.Encoder().encode
         self._settings, self._max_prompt_tokens = EnvironmentConfig(), 0
         self._chat: ChatFormat | None = None
+        self._num_ids = 0  # of the tokenizer
         self._workers: EnvironmentWorkers | None = None
         self._tasks: dict[Key, asyncio.Task[None]] = {}
         self._asked: dict[Key, asyncio.Future[SampledTurn]] = {}  # at most one turn of a conversation is under way
@@ -77,9 +78,8 @@ class ConversationServer:
                 self._send(self._load(message))
             case Open(key):
                 assert self._workers is not None
-                conversation = LiveConversation(
-                    message, self._settings, self._max_prompt_tokens, self._chat, self._workers, self._ask
-                )
+                limits = (self._settings, self._max_prompt_tokens)
+                conversation = LiveConversation(message, *limits, self._chat, self._workers, self._ask, self._num_ids)
                 self._tasks[key] = self._loop.create_task(self._run(key, conversation))
             case SampledTurn(key):
                 if (asked := self._asked.pop(key, None)) is not None and not asked.done():
@@ -108,6 +108,7 @@ class ConversationServer:
     def _load_chat(self, folder: Path, workers: EnvironmentWorkers) -> None:
         """Load the tokenizer and the chat format. A rollout function may do without a chat template."""
         tokenizer = load_chat_tokenizer(folder)
+        self._num_ids = len(tokenizer)
         if tokenizer.chat_template is not None or not self._settings.rollout:
             on_rewrite = self._settings.on_rewrite
             self._chat = load_chat_format(folder, workers.schemas, on_rewrite, workers.has_step, tokenizer)
@@ -116,14 +117,14 @@ class ConversationServer:
     async def _run(self, key: Key, conversation: LiveConversation) -> None:
         try:
             ended: Ended = await conversation.run()
+            if self._tasks.pop(key, None) is not None:
+                self._send(ended)
         except asyncio.CancelledError:  # by Close
             return
         except BaseException as error:
             return self._fail(error)
         finally:
             self._asked.pop(key, None)
-        if self._tasks.pop(key, None) is not None:
-            self._send(ended)
 
     async def _ask(self, ask: Ask) -> SampledTurn:
         future = self._asked[ask.key] = self._loop.create_future()

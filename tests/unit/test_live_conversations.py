@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 
 from rl.config.schema import EnvironmentConfig
@@ -305,3 +306,51 @@ def test_a_rollout_function_that_reaches_a_limit_ends_with_it() -> None:
     assert (ended.ending, ended.reward, ended.problem) == ("tokens", 0.0, "")
     ended = run(Model("b."), ListedWorkers(), rollout="a.py:f", tools=[], max_turns=1)
     assert (ended.ending, ended.reward) == ("turns", 0.0)
+
+
+class Brittle(Letters):
+    """A chat format that raises where a test says."""
+
+    def __init__(self, where: str):
+        super().__init__()
+
+        def fail(*arguments: Any) -> Any:
+            raise RuntimeError("a template may raise anything")
+
+        setattr(self, where, fail)
+
+
+@pytest.mark.parametrize("where", ["render", "parse", "message", "appends", "extend", "shorten"])
+def test_messages_that_cannot_be_written_cost_their_own_conversation(where: str) -> None:
+    opened, config = Open(KEY, {}, PROMPT, [1], 5, [], {}), EnvironmentConfig(tools=["a.py:add"])
+    workers, model = ListedWorkers(None, "3"), Model("!add.", "done.")
+    conversation = LiveConversation(opened, config, 100, Brittle(where), workers, model.ask)
+    ended = asyncio.run(conversation.run())
+    assert ended.ending == "error" and "a template may raise anything (RuntimeError)" in ended.problem
+
+
+def test_messages_of_reset_that_cannot_be_sent_cost_their_own_conversation() -> None:
+    ended = run(Model(), ListedWorkers([{"role": "user", "content": "x", "n": 1 << 80}]), class_="a.py:A")
+    assert ended.ending == "error" and ended.problem and msgspec.msgpack.encode(ended)
+
+
+@pytest.mark.parametrize(
+    ("ids", "max_tokens", "problem"),
+    [
+        *(([], 0, "got no ids"), ([5, -1], 0, "got ids from -1 to 5"), ([5, 50], 0, "give ids from 0 to 49")),
+        *(([5], "3", "got max_tokens='3'"), ([5], -1, "got max_tokens=-1"), ([5], 2.5, "got max_tokens=2.5")),
+        ([5] * 101, 0, "has 101 tokens"),
+    ],
+)
+def test_a_request_that_would_bring_down_the_engine_costs_its_own_sample(
+    ids: list[int], max_tokens: Any, problem: str
+) -> None:
+    class Asking(ListedWorkers):
+        async def roll_out(self, conversation: str, task: dict[str, Any], generate: Generate) -> Outcome:
+            await generate(ids, max_tokens=max_tokens)
+            raise AssertionError
+
+    config = EnvironmentConfig(rollout="a.py:f")
+    conversation = LiveConversation(Open(KEY, {}, [], [1], 5, [], {}), config, 100, None, Asking(), Model("a.").ask, 50)
+    ended = asyncio.run(conversation.run())
+    assert ended.ending in ("error", "long_prompt") and problem in ended.problem
