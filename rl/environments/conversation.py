@@ -12,8 +12,6 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-import msgspec
-
 from rl.config.schema import EnvironmentConfig
 from rl.environments.interface import ChatFormat, Generated, Message, Outcome, ParsedTurn, ToolCall, Workers
 from rl.environments.protocol import Ask, Ended, Ending, Open, Recorded, SampledTurn
@@ -127,10 +125,8 @@ class LiveConversation:
     async def _begin(self) -> list[int]:
         """Return the ids of the first prompt."""
         assert self._chat is not None
-        added = await self._reset()
+        self._messages += await self._reset()
         with _writing():
-            msgspec.msgpack.encode(added)  # for the lead; whole numbers may have too many bits
-            self._messages += added
             return self._chat.render(self._messages)
 
     async def _replay(self) -> list[int]:

@@ -9,12 +9,23 @@ from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 
-import msgspec
-
 from rl.common.framing import Channel, pack
 from rl.common.waiting import wait_until_readable
 from rl.config.schema import Config, ConfigError
-from rl.environments.protocol import Ask, Close, Ended, FromServer, Key, Load, Open, Ready, SampledTurn, ToServer
+from rl.environments.protocol import (
+    Ask,
+    Close,
+    Ended,
+    FromServer,
+    Key,
+    Load,
+    Open,
+    Ready,
+    SampledTurn,
+    ToServer,
+    encode,
+    make_decoder,
+)
 from rl.rewards.launch import ServerProcess
 from rl.rewards.pool import read_credentials
 
@@ -44,7 +55,6 @@ class ConversationPool:
         self._limit_s = config.environment.max_seconds + config.environment.timeout_s + SILENCE_S
         self._waiting: set[Key] = set()  # conversations that the server works on
         self._changed_at = time.monotonic()
-        self._encode = msgspec.msgpack.Encoder().encode
         settings = dataclasses.asdict(config.environment)
         limit, credentials = config.data.max_prompt_tokens, read_credentials(config.reward.credentials)
         self.send(Load(str(model_folder or ""), settings, limit, credentials))
@@ -69,7 +79,7 @@ class ConversationPool:
         return self._ready.result(0)
 
     def send(self, message: ToServer) -> None:
-        body = self._encode(message)
+        body = encode(message)
         if isinstance(message, Open | SampledTurn):
             self._waiting.add(message.key)
             self._changed_at = time.monotonic()
@@ -89,7 +99,7 @@ class ConversationPool:
 
     def _read(self) -> None:
         channel = Channel(self._server.connection, 0, MAX_MESSAGE)
-        decode = msgspec.msgpack.Decoder(FromServer).decode
+        decode = make_decoder(FromServer)
         try:
             while channel.is_open and not self._is_closing:
                 self._wait()

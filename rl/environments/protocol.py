@@ -1,10 +1,13 @@
-"""Messages between an engine's lead and its conversation server. They are msgpack, and nothing in them is code.
+"""Messages between an engine's lead and its conversation server. They are msgpack, and nothing in them is code. Those
+with whole numbers of more than 64 bits or with half characters, which rows may have, are JSON.
 
     lead --Load, Open, SampledTurn, Close--> server        server --Ready, Ask, Ended--> lead
 
 A conversation has one `Ask` under way at a time. The lead knows how many tokens are left, and records what is sampled.
 """
 
+import json
+from collections.abc import Callable
 from typing import Any, Literal
 
 import msgspec
@@ -95,3 +98,18 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
 
 ToServer = Load | Open | SampledTurn | Close
 FromServer = Ready | Ask | Ended
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def encode(message: ToServer | FromServer) -> bytes:
+    try:
+        return _encode(message)
+    except (OverflowError, UnicodeEncodeError):
+        return json.dumps(msgspec.to_builtins(message)).encode()
+
+
+def make_decoder(kinds: Any) -> Callable[[bytes | bytearray], Any]:
+    """Return a function that decodes messages of these kinds. JSON begins with {, and msgpack never does."""
+    decode = msgspec.msgpack.Decoder(kinds).decode
+    return lambda body: msgspec.convert(json.loads(body), kinds) if body[:1] == b"{" else decode(body)

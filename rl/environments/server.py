@@ -21,7 +21,20 @@ from rl.config.schema import ConfigError, EnvironmentConfig
 from rl.environments.chat import load_chat_format
 from rl.environments.conversation import LiveConversation
 from rl.environments.interface import ChatFormat
-from rl.environments.protocol import Ask, Close, Ended, FromServer, Key, Load, Open, Ready, SampledTurn, ToServer
+from rl.environments.protocol import (
+    Ask,
+    Close,
+    Ended,
+    FromServer,
+    Key,
+    Load,
+    Open,
+    Ready,
+    SampledTurn,
+    ToServer,
+    encode,
+    make_decoder,
+)
 from rl.environments.tokenizer import import_transformers, load_chat_tokenizer
 from rl.environments.workers import EnvironmentWorkers
 from rl.rewards.process_tree import adopt_orphans
@@ -37,8 +50,7 @@ class ConversationServer:
         self._channel = Channel(connection, 0, MAX_MESSAGE)
         self._loop = asyncio.get_running_loop()
         self._is_over = self._loop.create_future()
-        self._decode = msgspec.msgpack.Decoder(ToServer).decode
-        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = make_decoder(ToServer)
         self._settings, self._max_prompt_tokens = EnvironmentConfig(), 0
         self._chat: ChatFormat | None = None
         self._num_ids = 0  # of the tokenizer
@@ -132,7 +144,7 @@ class ConversationServer:
         return await future
 
     def _send(self, message: FromServer) -> None:
-        self._channel.send_frame(b"", self._encode(message))
+        self._channel.send_frame(b"", encode(message))
         self._flush()
 
     def _flush(self) -> None:

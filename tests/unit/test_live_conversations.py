@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 import pytest
 
 from rl.config.schema import EnvironmentConfig
@@ -327,11 +326,6 @@ def test_messages_that_cannot_be_written_cost_their_own_conversation(where: str)
     conversation = LiveConversation(opened, config, 100, Brittle(where), workers, model.ask)
     ended = asyncio.run(conversation.run())
     assert ended.ending == "error" and "a template may raise anything (RuntimeError)" in ended.problem
-
-
-def test_messages_of_reset_that_cannot_be_sent_cost_their_own_conversation() -> None:
-    ended = run(Model(), ListedWorkers([{"role": "user", "content": "x", "n": 1 << 80}]), class_="a.py:A")
-    assert ended.ending == "error" and ended.problem and msgspec.msgpack.encode(ended)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ import pytest
 
 from rl.environments.calls import read_hermes, read_llama, read_phi
 from rl.environments.interface import ToolCall
+from rl.environments.protocol import Ask, Ended, FromServer, Open, Recorded, ToServer, make_decoder
+from rl.environments.protocol import encode as encode_message
 from rl.environments.template import Neutralizer
 from rl.environments.worker import CallAnswer, decode_answer, encode
 
@@ -45,3 +47,17 @@ def test_half_characters_in_answers_become_question_marks() -> None:
     assert answer is not None and answer.value == [{"role": "user", "?": ["?"]}]
     answer = decode_answer("tool", encode(CallAnswer("error", text=HALF, place=HALF)))
     assert answer is not None and (answer.text, answer.place) == ("?", "?")
+
+
+@pytest.mark.parametrize("odd", [1 << 80, -(1 << 70), HALF, {HALF: [1 << 64]}, float("inf"), 1, "plain"])
+def test_rows_and_messages_with_any_values_reach_the_server_and_the_lead(odd: object) -> None:
+    messages = [{"role": "user", "content": "hi", "odd": odd}]
+    history = [Recorded([1], [2], messages, is_cut=True)]
+    opened = Open((1, 2, 3, 0), {"odd": odd, "half": [odd]}, messages, [1], 5, history, {"calls": 1})
+    assert make_decoder(ToServer)(bytearray(encode_message(opened))) == opened
+    decode = make_decoder(FromServer)
+    for message in (
+        Ask((1, 2, 3, 0), 0, [1], 0, messages, {}),
+        Ended((1, 2, 3, 0), "done", {"score": 1.0}, "", messages, {"turns": 1}),
+    ):
+        assert decode(bytearray(encode_message(message))) == message
