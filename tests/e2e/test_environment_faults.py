@@ -47,15 +47,15 @@ SHORT = ["data.max_prompt_tokens=40", "environment.max_conversation_tokens=60"] 
 MISTAKES: dict[str, tuple[list[str], str]] = {
     "no chat template": ([f"model.path={TINY}", *SHORT], "has no chat template, which conversations need"),
     "no chat": (["data.chat_template=false"], "set data.chat_template=true"),
-    "no such file": (["environment.class=FOLDER/nothing.py:Game"], "FOLDER/nothing.py"),
-    "no such class": (["environment.class=FOLDER/wrong.py:Gone", "environment.tools=[]"], "Gone"),
+    "no such file": (["environment.class=FOLDER/nothing.py:Game"], "but no file at FOLDER/nothing.py"),
+    "no such class": (["environment.class=FOLDER/wrong.py:Gone", "environment.tools=[]"], "wrong.py has no "),
     "cannot be imported": (["environment.class=FOLDER/import.py:Game"], "unknown_package"),
     "untyped": (["environment.class=FOLDER/wrong.py:Untyped", "environment.tools=[]"], "no type"),
     "no reward": (["environment.class=FOLDER/wrong.py:Mute"], "has no method `reward`"),
     "unused reward": (["reward.function=exact_match"], "but the environment has a reward of its own"),
     "not asynchronous": (
         ["environment.rollout=FOLDER/wrong.py:rollout", "environment.class=", "environment.tools=[]"],
-        "async",
+        "it must be asynchronous",
     ),
 }
 
