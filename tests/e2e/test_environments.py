@@ -37,10 +37,8 @@ MAX_ROUNDS = 5  # for 24 tokens
 RESUMED_AFTER = 2
 SLOW = ("tools", "tools, rounds")
 FAULTS = [
-    f"environment.class={FUNCTIONS}:Faulty",
-    "environment.tools=[]",
-    "environment.timeout_s=3",
-    "train.num_prompts_per_step=8",
+    *(f"environment.class={FUNCTIONS}:Faulty", "environment.tools=[]", "train.num_prompts_per_step=8"),
+    *("environment.timeout_s=2", "environment.num_workers=4"),  # conversations share processes
 ]
 NO_FAULTS = [*FAULTS, "environment.options={is_faulty: false}"]
 
