@@ -28,6 +28,7 @@ PLACEHOLDERS = {"~/Downloads/gsm8k": "gsm8k", "~/Downloads/math": "math"}
 PLACEHOLDERS |= {"RUN": "runs/mine", "runs/demo": "runs/mine"}
 # The only other changes to what is run, to save time.
 SHORTER = {"num_steps: 40": "num_steps: 2", "train.num_steps=60": "train.num_steps=3"}
+SHORTER |= {"run.name=tools": "run.name=tools train.num_steps=2 eval.interval=0"}
 
 # tests/e2e/test_doc_runs.py runs these in minutes, in this order, in one copy of the repository.
 FIRST_RUN = [
@@ -49,71 +50,94 @@ JOBS = [
     "python tools/jobs.py logs -f x",
     "python tools/jobs.py submit mine --config my/run.yaml",
 ]
+ENVIRONMENTS = [
+    "python tools/try_environment.py --model --config configs/tiny_calculator.yaml "
+    "'environment.tools=[my/tools.py:add]'",
+    "torchrun --nproc-per-node 2 train.py --config configs/tiny_calculator.yaml "
+    "'environment.tools=[my/tools.py:add]' run.name=tools",
+]
 BENCHMARKS = {  # with the options that make each shorter
     "python benchmarks/rewards.py": "--calls 500",
     "python benchmarks/soak.py": "--steps 16 --seed 7",
     "python benchmarks/recovery.py": "--faults 1",
 }
 # Commands that another test or file runs: the file, and the text in it that does.
-SETS = ("math500", "humaneval")
-ELSEWHERE = {
-    f"python tools/prepare_data.py {name} --output data/{name}": (
-        "tests/unit/test_prepared_sets.py",
-        '"--output", "data"',
-    )
-    for name in SETS
-} | {
-    "make demo": ("tests/e2e/test_demo.py", '"make", "demo"'),
-    "make test": (".github/workflows/test.yml", "run: make test"),
-    "make test-quick": ("Makefile", "test-quick:"),
-    "make setup": ("Makefile", "lint: setup"),
-    "make lint": ("Makefile", "test: lint"),
-    ". .venv/bin/activate": ("Makefile", "demo: setup\n\t@$(ACTIVATE) &&"),
-    "pkill -USR1 -P TORCHRUN": ("tests/e2e/test_resume.py", "def test_sigusr1_saves_now_and_training_goes_on"),
-    "kill -TERM TORCHRUN": ("tests/e2e/test_resume.py", "def test_sigterm_saves_and_stops"),
-    "printf 'p batch.num_sequences\\nc\\n' | python tools/debug.py runs/x --rank 5": (
-        "tests/e2e/test_debugger.py",
-        'input="p answer\\nq\\n"',
-    ),
-    "python tools/debug.py runs/x --rank 5": ("tests/e2e/test_debugger.py", '"--rank"'),
-    "python tools/replay.py runs/x --step 3": ("tests/e2e/test_algorithms.py", '"tools/replay.py"'),
-    "torchrun --nproc-per-node 1 train.py run.name=x debug.save_rollouts=true checkpoint.save_interval=1": (
-        "tests/e2e/test_algorithms.py",
-        '"debug.save_rollouts=true"',
-    ),
-    "python benchmarks/weight_sync.py": ("tests/e2e/test_benchmarks.py", '"weight_sync"'),
-    "python tools/jobs.py submit --hosts hosts.txt x --config my.yaml": ("tests/e2e/test_launch_ssh.py", "--hosts"),
-    'python tools/jobs.py submit --slurm="--nodes 4 --gpus-per-node 8" x --config my.yaml': (
-        "tests/e2e/test_launch_slurm.py",
-        "--slurm=",
-    ),
-    "python -m tests.answer_forms --math data/math/*.jsonl --gsm8k data/gsm8k/*.jsonl --most 100": (
-        "tests/unit/test_answer_forms.py",
-        '"-m", "tests.answer_forms"',
-    ),
-    "python tools/open_tensorboard.py runs/x": (
-        "tests/distributed/test_tensorboard_gather.py",
-        'tool("open_tensorboard.py"',
-    ),
-    "python tools/open_tensorboard.py runs/x --nodes NAME:sky_workdir/runs/x,NAME-worker1:sky_workdir/runs/x": (
-        "tests/distributed/test_tensorboard_gather.py",
-        '"--nodes"',
-    ),
-    "scancel JOB": ("tests/e2e/test_launch_slurm.py", "scancel"),
-    "scancel --signal=USR1 JOB": ("tests/e2e/test_launch_slurm.py", '"--signal=USR1"'),
-    "python tools/merge_checkpoint.py --upload": ("tests/distributed/test_merge_upload.py", "--upload"),
-    "python tools/merge_checkpoint.py runs/x --step 200 --nodes node1:/data/runs/x,node2:/data/runs/x --upload "
-    "org/name": ("tests/distributed/test_merge_gather.py", "--nodes"),
-    "launch/local.sh --worker R --shared /shared/a --config my.yaml": ("tests/unit/test_launchers.py", '"--worker"'),
-    "sbatch --nodes 4 --gpus-per-node 8 launch/slurm.sbatch --config my.yaml": (
-        "tests/e2e/test_launch_slurm.py",
-        "slurm.sbatch",
-    ),
-    "sbatch --nodes 4 --gpus-per-node 8 launch/slurm_amd.sbatch --config my.yaml": (
-        "tests/unit/test_launchers.py",  # only its command line, since we have no AMD GPUs
-        '"slurm_amd.sbatch", "--print"',
-    ),
-}
+SETS = ("math500", "humaneval", "mbpp")
+ELSEWHERE = (
+    {
+        f"python tools/prepare_data.py {name} --output data/{name}": (
+            "tests/unit/test_prepared_sets.py",
+            '"--output", "data"',
+        )
+        for name in SETS
+    }
+    | {
+        f"torchrun --nproc-per-node=2 train.py --config configs/tiny_{name}.yaml": (
+            "tests/e2e/test_environments_learn.py",
+            "learn(name, tmp_path",
+        )
+        for name in ("calculator", "guess")
+    }
+    | {
+        "make demo": ("tests/e2e/test_demo.py", '"make", "demo"'),
+        "make test": (".github/workflows/test.yml", "run: make test"),
+        "make test-quick": ("Makefile", "test-quick:"),
+        "make setup": ("Makefile", "lint: setup"),
+        "make lint": ("Makefile", "test: lint"),
+        ". .venv/bin/activate": ("Makefile", "demo: setup\n\t@$(ACTIVATE) &&"),
+        "pkill -USR1 -P TORCHRUN": ("tests/e2e/test_resume.py", "def test_sigusr1_saves_now_and_training_goes_on"),
+        "kill -TERM TORCHRUN": ("tests/e2e/test_resume.py", "def test_sigterm_saves_and_stops"),
+        "printf 'p batch.num_sequences\\nc\\n' | python tools/debug.py runs/x --rank 5": (
+            "tests/e2e/test_debugger.py",
+            'input="p answer\\nq\\n"',
+        ),
+        "python tools/debug.py runs/x --rank 5": ("tests/e2e/test_debugger.py", '"--rank"'),
+        "python tools/replay.py runs/x --step 3": ("tests/e2e/test_algorithms.py", '"tools/replay.py"'),
+        "torchrun --nproc-per-node 1 train.py run.name=x debug.save_rollouts=true checkpoint.save_interval=1": (
+            "tests/e2e/test_algorithms.py",
+            '"debug.save_rollouts=true"',
+        ),
+        "python configs/environments/search.py documents.jsonl --output data/search_qa/index": (
+            "tests/unit/test_search.py",
+            'str(FILE), str(source), "--output"',
+        ),
+        "python benchmarks/weight_sync.py": ("tests/e2e/test_benchmarks.py", '"weight_sync"'),
+        "python tools/jobs.py submit --hosts hosts.txt x --config my.yaml": ("tests/e2e/test_launch_ssh.py", "--hosts"),
+        'python tools/jobs.py submit --slurm="--nodes 4 --gpus-per-node 8" x --config my.yaml': (
+            "tests/e2e/test_launch_slurm.py",
+            "--slurm=",
+        ),
+        "python -m tests.answer_forms --math data/math/*.jsonl --gsm8k data/gsm8k/*.jsonl --most 100": (
+            "tests/unit/test_answer_forms.py",
+            '"-m", "tests.answer_forms"',
+        ),
+        "python tools/open_tensorboard.py runs/x": (
+            "tests/distributed/test_tensorboard_gather.py",
+            'tool("open_tensorboard.py"',
+        ),
+        "python tools/open_tensorboard.py runs/x --nodes NAME:sky_workdir/runs/x,NAME-worker1:sky_workdir/runs/x": (
+            "tests/distributed/test_tensorboard_gather.py",
+            '"--nodes"',
+        ),
+        "scancel JOB": ("tests/e2e/test_launch_slurm.py", "scancel"),
+        "scancel --signal=USR1 JOB": ("tests/e2e/test_launch_slurm.py", '"--signal=USR1"'),
+        "python tools/merge_checkpoint.py --upload": ("tests/distributed/test_merge_upload.py", "--upload"),
+        "python tools/merge_checkpoint.py runs/x --step 200 --nodes node1:/data/runs/x,node2:/data/runs/x --upload "
+        "org/name": ("tests/distributed/test_merge_gather.py", "--nodes"),
+        "launch/local.sh --worker R --shared /shared/a --config my.yaml": (
+            "tests/unit/test_launchers.py",
+            '"--worker"',
+        ),
+        "sbatch --nodes 4 --gpus-per-node 8 launch/slurm.sbatch --config my.yaml": (
+            "tests/e2e/test_launch_slurm.py",
+            "slurm.sbatch",
+        ),
+        "sbatch --nodes 4 --gpus-per-node 8 launch/slurm_amd.sbatch --config my.yaml": (
+            "tests/unit/test_launchers.py",  # only its command line, since we have no AMD GPUs
+            '"slurm_amd.sbatch", "--print"',
+        ),
+    }
+)
 # Commands that cannot run here, and what they need. Their settings after train.py are checked anyway.
 NEEDS = {
     "make test-all": "hours, and it runs this test",
@@ -219,7 +243,7 @@ def classes(text: str) -> list[str]:
         "plan": is_plan(text),
         "quick": is_quick(text),
         "pytest": is_pytest(text),
-        "slow": text in [*FIRST_RUN, *JOBS, *BENCHMARKS],
+        "slow": text in [*FIRST_RUN, *JOBS, *ENVIRONMENTS, *BENCHMARKS],
         "elsewhere": text in ELSEWHERE,
         "needs": bool(needs(text)),
     }
@@ -258,6 +282,7 @@ def shorter(text: str) -> str:
 
 
 def tutorial() -> dict[str, str]:
-    """Return the files that docs/first_run.md and docs/algorithms.md ask their reader to write, by path."""
-    pages = "".join((ROOT / "docs" / name).read_text() for name in ("first_run.md", "algorithms.md"))
+    """Return the files that pages ask their reader to write, by path."""
+    names = ("first_run.md", "algorithms.md", "environments.md")
+    pages = "".join((ROOT / "docs" / name).read_text() for name in names)
     return dict(re.findall(r"^`(my/[\w.]+)`[^\n]*\n\n```\w+\n(.*?)^```", pages, re.MULTILINE | re.DOTALL))

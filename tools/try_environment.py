@@ -130,7 +130,7 @@ class LocalModel:
         return Completion(request.id, tokens, [0.0] * len(tokens), is_cut=tokens[-1] not in self._stops)
 
 
-class Trial:
+class TriedConversation:
     """One conversation, which is printed as it goes on."""
 
     def __init__(self, config: Config, prompt: Prompt, tokenizer: Tokenizer, local: LocalConversation):
@@ -290,7 +290,7 @@ def try_environment(args: argparse.Namespace) -> bool:
             say("write the model's turns: an empty line ends a turn, Ctrl-D ends the conversation")
         stop = end_of_turn(tokenizer, stops)
         speaker = Keyboard(tokenizer, stop) if args.keyboard else LocalModel(config, folder, stops)
-        return Trial(config, prompt, tokenizer, local).run(speaker)
+        return TriedConversation(config, prompt, tokenizer, local).run(speaker)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

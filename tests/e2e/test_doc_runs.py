@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.doc_commands import BENCHMARKS, FIRST_RUN, JOBS, PLACEHOLDERS, copy_repository, shorter
+from tests.doc_commands import BENCHMARKS, ENVIRONMENTS, FIRST_RUN, JOBS, PLACEHOLDERS, copy_repository, shorter
 from tests.launcher import MARK, activated_environment, finish, spawn
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -115,6 +115,18 @@ def has_reward_curve(reader: Reader, board: str) -> bool:
     finally:
         process.kill()
         process.communicate()
+
+
+def test_environments(reader: Reader) -> None:
+    """The page shows the middle of the first command's output."""
+    attempt, train = ENVIRONMENTS
+    said = reader.type(attempt)
+    page = (reader.root / "docs" / "environments.md").read_text()
+    shown = re.search(r"This is its middle:\n\n((?:    .*\n)+)", page)
+    assert shown and "".join(line[4:] + "\n" for line in shown[1].splitlines()) in said, said
+    assert "-- end: " in said and "-- reward: it scores " in said
+    reader.type(train, timeout_s=300)
+    assert steps(reader.root / "runs" / "tools") == [0, 1, 2]
 
 
 def test_jobs(reader: Reader) -> None:

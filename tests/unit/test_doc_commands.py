@@ -18,6 +18,7 @@ from rl.data.group_file import StoredGroup, groups_to_bytes
 from tests.doc_commands import (
     BENCHMARKS,
     ELSEWHERE,
+    ENVIRONMENTS,
     FIRST_RUN,
     JOBS,
     NEEDS,
@@ -85,7 +86,7 @@ def test_an_unknown_command_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_no_entry_is_unused() -> None:
-    named = [*FIRST_RUN, *JOBS, *BENCHMARKS, *ELSEWHERE, *NEEDS]
+    named = [*FIRST_RUN, *JOBS, *ENVIRONMENTS, *BENCHMARKS, *ELSEWHERE, *NEEDS]
     assert [text for text in named if text not in TEXTS] == []
     assert [start for start in NEEDS_BY_PROGRAM if not any(text.startswith(start) for text in TEXTS)] == []
 
@@ -212,4 +213,5 @@ def test_named_tests_exist(text: str) -> None:
 
 
 def test_the_tutorial_has_all_of_its_files() -> None:
-    assert list(tutorial()) == ["my/sums.jsonl", "my/rewards.py", "my/run.yaml", "my/algo.py"]
+    environments = ["my/tools.py", "my/game.py", "my/quiz.py", "my/rollout.py"]
+    assert list(tutorial()) == ["my/sums.jsonl", "my/rewards.py", "my/run.yaml", "my/algo.py", *environments]

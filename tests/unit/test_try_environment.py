@@ -2,13 +2,17 @@
 
 import io
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
+from rl.config.schema import ROOT
 from tests.chat_families import make_model_folder
+from tests.doc_commands import tutorial
 from tests.terminal import CTRL_D, leave, tool
 from tools import try_environment
 
@@ -42,6 +46,10 @@ class Game:
 
     def reward(self):
         return {"score": self.most / 10, "size": self.most}
+
+
+async def warm(task, generate):
+    await generate(task.prompt, temperature=2.0)
 
 
 async def rollout(task, generate):
@@ -168,6 +176,8 @@ def test_a_rollout_function(folder: Path, play: Play) -> None:
     assert f"-- the rollout function {folder}/own.py:rollout" in answer.output
     assert "-- turn 1, of up to 4 tokens" in answer.output
     assert "-- end: done (turns 1)\n-- reward: it scores 1\n" in answer.output  # an empty turn is the stop token
+    answer = play(f"environment.rollout={folder}/own.py:warm", "reward.function=environment")
+    assert answer.status == 1 and "argument 'temperature'; write generate(ids) or" in answer.output
 
 
 @pytest.mark.slow
@@ -178,6 +188,8 @@ def test_failures_of_the_users_code_have_their_place(folder: Path, play: Play) -
     place = f"{folder}/own.py:{line_of(raises)}"
     assert answer.status == 1
     assert f"no reward, because the environment failed: KeyError: 'secret' ({place})" in answer.output
+    answer = play(game[0])
+    assert answer.status == 2 and "the environment has a reward of its own, which it ignores" in answer.error
     answer = play(*game, turns=("many",))
     raises = "        self.most = max(self.most, int(message))"
     assert answer.status == 1 and f"own.py:{line_of(raises)})" in answer.output
@@ -194,7 +206,6 @@ def test_mistakes_end_with_a_message(folder: Path, play: Play) -> None:
         (): "the config has no environment, so there is no conversation to try; set environment.tools",
         (tools_of(folder, "absent"),): "own.py has no function 'absent'",
         (add, "reward.function=environment"): "reward.function: got environment, but there is none that gives rewards",
-        (f"environment.class={folder}/own.py:Game",): "the environment has a reward of its own, which it ignores",
         (add, f"reward.function={folder}/gone.py:f"): "no file at",
         (add, "model.path=configs/tiny", "data.max_prompt_tokens=8", "rollout.max_new_tokens=8"): "no chat template",
     }
@@ -219,3 +230,59 @@ def test_a_terminal_is_a_keyboard_and_ctrl_d_leaves(folder: Path) -> None:
     child.send(CTRL_D)
     child.expect("you have left the conversation, so it has no reward")
     assert leave(child) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("example", "turns", "end"),
+    [
+        (
+            "environment.tools=[my/tools.py:add]",
+            ("[add(a=1, b=2)]", "1218"),
+            "done (calls 1, turns 2)\n-- reward: it scores 1",
+        ),
+        (
+            "environment.class=my/game.py:Guess",
+            ("[guess(n=16)]", "[guess(n=1)]"),
+            "done (calls 2, turns 2)\n-- reward: it scores 1",
+        ),
+        (
+            "environment.class=my/quiz.py:Quiz",
+            ("1", "1218"),
+            "done (turns 2)\n-- reward: it scores 0.5 (environment 0.5, environment/tries 2)",
+        ),
+        (
+            "environment.rollout=my/rollout.py:rollout",
+            ("7", "1218"),
+            "done (turns 2)\n-- reward: it scores 1 (environment 1, environment/changed 1)",
+        ),
+    ],
+)
+def test_the_examples_of_the_page(
+    example: str, turns: tuple[str, ...], end: str, play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in tutorial().items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    config = ROOT / "configs" / ("tiny_guess.yaml" if "Guess" in example else "tiny_calculator.yaml")
+    no_tools = [] if "tools" in example else ["environment.tools=[]", "reward.function=environment"]
+    answer = play(example, *no_tools, turns=turns, config=config)
+    assert f"-- end: {end}" in answer.output, answer.output + answer.error
+
+
+@pytest.mark.slow
+def test_without_a_terminal_the_model_writes_the_same_turns_every_time() -> None:
+    program = [sys.executable, "tools/try_environment.py", "--config", "configs/tiny_calculator.yaml"]
+
+    def output(*arguments: str) -> str:
+        done = subprocess.run(
+            [*program, *arguments], cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    first = output()
+    assert "-- call: add " in first and "-- result of add: " in first and "-- reward: it scores " in first
+    assert output() == first
+    assert output("run.seed=7") != first
