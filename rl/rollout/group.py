@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rl.data.batch import Batch
+from rl.environments.protocol import Ended
 from rl.rollout.conversations import Record, RecordedConversation, pack_conversations, unpack_conversations
 from rl.rollout.dispatch import Task
 from rl.rollout.responses import Response, pack_group, unpack_group
@@ -22,6 +23,8 @@ class Group:
     conversations: list[RecordedConversation] = field(default_factory=list)  # instead of responses
     running: set[int] = field(default_factory=set)  # samples that still have to be ended or cut
     waiting: set[int] = field(default_factory=set)  # of these: wait for tools, not for the engine
+    writing: set[int] = field(default_factory=set)  # of these: the engine samples a turn
+    late: dict[int, Ended] = field(default_factory=dict)  # of these: have ended, and leave when the turn is sampled
     scores: dict[int, dict[str, Any]] = field(default_factory=dict)  # of the responses that ended in this round
     num_unscored: int = 0
     num_preemptions: int = 0

@@ -187,7 +187,9 @@ class RolloutService(Service):
                     self._leave(asking, ask.key[2])
             case ConversationEnded(ended):
                 ending = self._find(ended.key)
-                if ending is not None:
+                if ending is not None and ended.key[2] in ending.writing:  # its time is over in the middle of a turn
+                    ending.late[ended.key[2]] = ended
+                elif ending is not None:
                     self._end_conversation(ending, ended)
             case Scored(key, result):
                 scored = self._find(key)
@@ -233,7 +235,11 @@ class RolloutService(Service):
         if task.is_carried:
             group.num_kept_tokens += completion.num_cached_tokens if self._keeps_kv else 0
         if self.conversations is not None:
-            if self.conversations.take(group, sample, completion):
+            goes_on = self.conversations.take(group, sample, completion)
+            if (ended := group.late.pop(sample, None)) is not None:
+                self._end_conversation(group, ended)
+                return group.is_sampled
+            if goes_on:
                 return False
         else:
             response, sampling = group.responses[sample], task.sampling
@@ -255,9 +261,10 @@ class RolloutService(Service):
 
     def _end_conversation(self, group: Group, ended: Ended) -> None:
         """Have a conversation scored. If the user's code has failed, it has no score."""
-        assert self._rewards is not None
+        assert self._rewards is not None and self.conversations is not None
         sample, conversation = ended.key[2], group.conversations[ended.key[2]]
         conversation.end(ended)
+        self.conversations.forget(ended.key)
         group.scores[sample] = {"ending": ended.ending, "counts": ended.counts}
         if ended.problem:
             group.num_unscored += 1

@@ -47,6 +47,10 @@ class Conversations:
             for sample in sorted(group.running):
                 self._send(Close(_key(group, sample)))
 
+    def forget(self, key: Key) -> None:
+        """Forget a conversation that has ended. The server may have got a turn of it that nobody waits for."""
+        self._send(Close(key))
+
     def ask(self, group: Group, ask: Ask) -> bool:
         """Sample a turn. Return False if the conversation has no tokens left in this round, and goes on in the next."""
         sample, sampling = ask.key[2], group.task.sampling
@@ -80,6 +84,7 @@ class Conversations:
             cache_key=f"{prompt.epoch}/{prompt.id}" if self._config.rollout.keep_kv else "",
         )
         group.num_read_tokens += len(request.tokens)
+        group.writing.add(sample)
         self._add([request])
         return True
 
@@ -89,6 +94,7 @@ class Conversations:
         conversation, sampling = group.conversations[sample], group.task.sampling
         turn = conversation.turns[number]
         response, key = turn.response, _key(group, sample)
+        group.writing.discard(sample)
         group.num_cached_tokens += completion.num_cached_tokens
         response.add(completion, group.task.version)
         conversation.num_new_tokens += len(completion.tokens)
