@@ -26,7 +26,7 @@ COUNT_OF = {
 
 
 class Over(Exception):
-    """The conversation has ended before its program did. A rollout function may catch this, and return a reward."""
+    """The conversation has ended before its program did. A rollout function ends with it."""
 
     def __init__(self, ending: Ending, problem: str = ""):
         super().__init__(f"the limit of {ending} is reached")
@@ -79,7 +79,9 @@ class LiveConversation:
             if over.problem:
                 return over.ending, None, over.problem
             ending = over.ending
-        if self._settings.rollout:  # the function was interrupted, or did not catch the end of its tokens
+        except Exception as error:  # such as that of a template that refuses a message; others do not suffer from it
+            return "error", None, f"{type(error).__name__}: {error}"
+        if self._settings.rollout:  # a limit has ended the function
             return ending, 0.0, ""
         if not self._workers.has_reward:
             return ending, None, ""

@@ -123,11 +123,6 @@ def load_environment(spec: EnvironmentSpec) -> LoadedEnvironment:
     return LoadedEnvironment(by_name, found, None, spec.options, methods, is_async)
 
 
-def check_environment(config: EnvironmentConfig) -> None:
-    """Raise ConfigError if the environment cannot be imported or used."""
-    load_environment(read_environment(config))
-
-
 def _load_tool(spec: str) -> Tool:
     call = import_function("environment.tools", spec)
     if inspect.isclass(call):

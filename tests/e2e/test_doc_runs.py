@@ -126,7 +126,7 @@ def test_environments(reader: Reader) -> None:
     assert shown and "".join(line[4:] + "\n" for line in shown[1].splitlines()) in said, said
     assert "-- end: " in said and "-- reward: it scores " in said
     reader.type(train, timeout_s=300)
-    assert steps(reader.root / "runs" / "tools") == [1, 2]
+    assert steps(reader.root / "runs" / "tools") == [0, 1, 2]
 
 
 def test_jobs(reader: Reader) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rl.config.schema import ConfigError, EnvironmentConfig
-from rl.environments.find import check_environment, load_environment, own_files, read_environment
+from rl.environments.find import load_environment, own_files, read_environment
 from rl.environments.tools import BadArgumentsError, Tool
 from rl.environments.worker import MAX_RESULT, WrongResultError, read_messages, read_reward, read_step, read_text
 
@@ -237,7 +237,7 @@ def test_rollout_functions(tmp_path: Path) -> None:
         "def sync(task, generate): ...\n"
         "async def needs(task, generate, depth): ...\n"
     )
-    check_environment(EnvironmentConfig(rollout=f"{file}:good", options={"depth": 2}))
+    load_environment(read_environment(EnvironmentConfig(rollout=f"{file}:good", options={"depth": 2})))
     for name, options, text in [
         ("few", {}, r"takes \(task\); write async def rollout\(task, generate\)"),
         ("sync", {}, "it must be asynchronous: async def rollout"),
@@ -245,7 +245,7 @@ def test_rollout_functions(tmp_path: Path) -> None:
         ("good", {"width": 2}, "environment.options: got an unexpected keyword argument 'width'"),
     ]:
         with pytest.raises(ConfigError, match=text):
-            check_environment(EnvironmentConfig(rollout=f"{file}:{name}", options=options))
+            load_environment(read_environment(EnvironmentConfig(rollout=f"{file}:{name}", options=options)))
 
 
 def test_settings_are_read_without_an_import(tmp_path: Path) -> None:
@@ -269,7 +269,7 @@ def test_settings_are_read_without_an_import(tmp_path: Path) -> None:
             read_environment(EnvironmentConfig(**settings))
         assert text in str(caught.value)
     with pytest.raises(ConfigError, match="cannot be imported: RuntimeError"):
-        check_environment(config)
+        load_environment(read_environment(config))
 
 
 def test_results_become_text() -> None:

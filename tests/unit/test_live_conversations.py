@@ -191,6 +191,12 @@ def test_an_environment_that_fails_says_where(what: str) -> None:
     assert (ended.ending, ended.reward, ended.problem) == ("error", None, f"KeyError in {what}")
 
 
+def test_a_template_that_refuses_a_message_costs_its_conversation() -> None:
+    workers = ListedWorkers([{"role": "critic"}])
+    ended = run(Model(), workers, class_="a.py:A")
+    assert (ended.ending, ended.problem) == ("error", "KeyError: 'content'")
+
+
 def test_the_limit_of_turns() -> None:
     ended = run(Model("!add.", "!add."), ListedWorkers(None, "3", "4"), max_turns=2)
     assert ended.ending == "turns" and ended.counts["turns"] == 2
