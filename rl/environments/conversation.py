@@ -79,8 +79,6 @@ class LiveConversation:
             if over.problem:
                 return over.ending, None, over.problem
             ending = over.ending
-        except Exception as error:  # such as that of a template that refuses a message; others do not suffer from it
-            return "error", None, f"{type(error).__name__}: {error}"
         if self._settings.rollout:  # a limit has ended the function
             return ending, 0.0, ""
         if not self._workers.has_reward:
@@ -233,7 +231,7 @@ def _writing() -> Iterator[None]:
     try:
         yield
     except Exception as error:  # a template may raise anything
-        raise Over("error", f"its messages cannot be written as tokens: {error} ({type(error).__name__})") from error
+        raise Over("error", f"{type(error).__name__}: {error}") from error
 
 
 def _require(outcome: Outcome) -> Outcome:
