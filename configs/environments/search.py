@@ -60,7 +60,7 @@ def load_index(folder: str) -> tuple[list[str], bm25s.BM25]:
 def build_index(source: Path, folder: Path) -> int:
     """Index the documents in a jsonl file. Return their number."""
     documents = []
-    for number, line in enumerate(source.read_text().split("\n"), 1):
+    for number, line in enumerate(source.open(encoding="utf-8"), 1):
         row = json.loads(line)
         if not isinstance(row.get("text"), str):
             raise ValueError(f'{source}, line {number}: it must be {{"title": ..., "text": ...}}; got {line[:80]}')
