@@ -262,7 +262,7 @@ class EnvironmentConfig:
         "rollout.max_new_tokens, and those of observations. 0: twice rollout.max_new_tokens.",
         NOT_NEGATIVE,
     )
-    max_seconds: float = key(600.0, "Time limit of a conversation in seconds, over all of its turns.", POSITIVE)
+    max_seconds: float = key(1800.0, "Time limit of a conversation in seconds, over all of its turns.", POSITIVE)
     timeout_s: float = key(10.0, "Time limit in seconds of each call of a tool or an environment.", POSITIVE)
     num_workers: int = key(
         0,
