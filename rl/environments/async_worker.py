@@ -256,14 +256,18 @@ class AsyncWorker:
         if call.is_answered:
             raise RuntimeError("generate was called after the rollout function had ended; await all that it starts")
         self._num_generated += 1
-        future = self._generating[self._num_generated] = self._loop.create_future()
-        self._send(GENERATE, call.number, NUMBER.pack(self._num_generated) + body)
-        return await future
+        number = self._num_generated
+        future = self._generating[number] = self._loop.create_future()
+        self._send(GENERATE, call.number, NUMBER.pack(number) + body)
+        try:
+            return await future
+        finally:  # the function may be cancelled
+            self._generating.pop(number, None)
 
     def _take_generated(self, number: int, body: bytes | bytearray) -> None:
-        future = self._generating.pop(number)
+        future = self._generating.get(number)
         tokens, finish = msgspec.msgpack.decode(body, type=tuple[list[int], str])
-        if not future.done():  # else it was cancelled
+        if future is not None and not future.done():  # else it was cancelled
             future.set_result(Generated(tokens, "stop" if finish == "stop" else "length"))
 
 
