@@ -99,6 +99,11 @@ SMOKE = {  # by program; what follows a comma names another run of it
         "lag_mean lag_max carried mean_new_tokens",
         "seconds mfu_update mfu_update_with_attention mfu_logprobs peak_memory_gib mismatch_kl settings",
     ),
+    "turns": Smoke(
+        "--conversations 32 --slots 8 --turns 2 --tool-s 0.05 --step-ms 2",
+        "conversations slots turns tokens tool_s step_ms utilization ratio",
+        "cpu_ms_per_turn",
+    ),
     "uneven": Smoke(
         "--engines 2 --waves 1 --mean 4 --rounds 1 --step-ms 2", "engines speed waves round_s ratio", "groups slowest"
     ),
