@@ -15,8 +15,8 @@ Each way has a warm-up, which starts the processes of tools. The figures, by way
     utilization           the time that the engine needs for all tokens if its slots are never empty, over the time of
                           the round
     ratio                 utilization compared with `no tools`
-    cpu_ms_per_turn       CPU time per turn, beyond that of `no tools`: of this rank, which has the engine, and of the
-                          conversation server with the tools' processes. A sleeping engine takes no CPU time
+    cpu_ms_per_turn       CPU time per turn, beyond that of `no tools`: of this rank, which has the engine, of the
+                          conversation server, and of the tools' processes. A sleeping engine takes no CPU time
 """
 
 import argparse
@@ -55,6 +55,7 @@ from rl.world.world import World, join
 TOOLS = ROOT / "benchmarks" / "waiting_tools.py"
 MODEL = "configs/tiny_tools"  # its tokenizer has a token per character
 NUM_SAMPLES, HIDDEN_SIZE, TIMEOUT_S = 8, 2048, 60
+PROCESSES = ("rank", "server", "tools")
 STOP = 0
 CODE_OF_SPACE, ID_OF_SPACE = 32, 1
 
@@ -110,10 +111,10 @@ class Bench:
             Prompt(number, 0, "hi", "", [1], {"prompt": "hi"}) for number in range(args.conversations // NUM_SAMPLES)
         ]
         self._rollouts.gather(self._rollouts.start(prompts[: len(prompts) // 4], sampling, version=1))  # warm-up
-        own_s, others_s, started = time.process_time(), _cpu_seconds(), time.perf_counter()
+        before, started = _cpu_seconds(), time.perf_counter()
         self._rollouts.gather(self._rollouts.start(prompts, sampling, version=1))
-        found = {"seconds": time.perf_counter() - started, "own_s": time.process_time() - own_s}
-        found["others_s"] = _cpu_seconds() - others_s
+        seconds, after = time.perf_counter() - started, _cpu_seconds()
+        found = {"seconds": seconds} | {name: after[name] - before[name] for name in PROCESSES}
         if pool is not None:
             pool.close()
         return found
@@ -140,10 +141,16 @@ class Bench:
         return pool
 
 
-def _cpu_seconds() -> float:
-    """Return the CPU time of the processes below this one: the conversation server, the tools and those that ended."""
-    times = [process.cpu_times() for process in psutil.Process().children(recursive=True)]
-    return sum(each.user + each.system + each.children_user + each.children_system for each in times)
+def _cpu_seconds() -> dict[str, float]:
+    """Return the CPU time of this rank, of its conversation server, and of the tools' processes."""
+    rank = psutil.Process()
+    spent = dict.fromkeys(PROCESSES, 0.0) | {"rank": time.process_time()}
+    for process in rank.children(recursive=True):
+        times = process.cpu_times()
+        is_server = process.ppid() == rank.pid
+        spent["server" if is_server else "tools"] += times.user + times.system
+        spent["tools"] += times.children_user + times.children_system
+    return spent
 
 
 def main() -> None:
@@ -175,8 +182,8 @@ def main() -> None:
         row["utilization"] = {name: round(best_s / way["seconds"], 3) for name, way in found.items()}
         row["ratio"] = {name: round(plain["seconds"] / way["seconds"], 3) for name, way in found.items()}
         row["cpu_ms_per_turn"] = {
-            part: {name: round(1000 * (way[key] - plain[key]) / num_turns, 3) for name, way in found.items()}
-            for part, key in (("rank", "own_s"), ("server and tools", "others_s"))
+            name: {part: round(1000 * (way[part] - plain[part]) / num_turns, 3) for part in PROCESSES}
+            for name, way in found.items()
         }
         print(json.dumps(row), flush=True)
 
