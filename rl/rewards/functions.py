@@ -78,6 +78,14 @@ def format(
     return {"score": float(is_filled and not rest and all(parts.values())), **parts}
 
 
+def environment(prompt: str, response: str, row: dict[str, Any]) -> float | dict[str, float]:
+    """Return the reward that the environment of a conversation, or a rollout function, has given."""
+    return row["environment_reward"]
+
+
+environment.check = lambda: None  # type: ignore[attr-defined]  # nothing can be tried without a conversation
+
+
 def length(
     prompt: str, response: str, row: dict[str, Any], most: int, free: int = 0, unit: str = "characters"
 ) -> float:
@@ -89,12 +97,7 @@ def length(
     return -min(1.0, max(0.0, (UNITS[unit](response) - free) / (most - free)))
 
 
-def environment(prompt: str, response: str, row: dict[str, Any]) -> float | dict[str, float]:
-    """Return the reward that the environment of a conversation, or a rollout function, has given."""
-    return row["environment_reward"]
-
-
-BUILT_IN = (exact_match, last_number, gsm8k, math, code, regex, format, length, environment)
-environment.check = lambda: None  # type: ignore[attr-defined]  # nothing can be tried without a conversation
-
-FUNCTIONS: dict[str, Callable[..., float | dict[str, float]]] = {function.__name__: function for function in BUILT_IN}
+FUNCTIONS: dict[str, Callable[..., float | dict[str, float]]] = {
+    function.__name__: function
+    for function in (exact_match, last_number, gsm8k, math, code, regex, format, length, environment)
+}

@@ -640,8 +640,8 @@ def test_a_model_that_is_not_local_is_not_fetched(answers: dict[str, Answer], hu
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_with_its_data(answers: dict[str, Answer], name: str) -> None:
     """Its model is on the hub, so that is all that cannot be checked here."""
-    if name.startswith("search"):
-        pytest.importorskip("bm25s")
+    if name.startswith("search") and importlib.util.find_spec("bm25s") is None:
+        pytest.skip("bm25s is not installed; a run does not need it")
     answer = answers[f"recipe {name}"]
     assert answer.code == 0, answer.stderr
     assert "every row of data.train and data.eval" in answer.section("checked")
@@ -808,7 +808,7 @@ def test_the_conversations_of_an_environment(answers: dict[str, Answer]) -> None
     assert shown.startswith(
         "the class game.py:Game at most 8 turns, 20 tokens of the model (3 per turn), 512 tokens per"
     )
-    assert "10 s per call and 600 s in all; the longest sequence has 40 + 40 = 80 tokens" in shown
+    assert "10 s per call and 1800 s in all; the longest sequence has 40 + 40 = 80 tokens" in shown
     # u, 40+48=, end, u, Try 88, end, a
     assert shown.endswith(
         f"{ROOT}/configs/tiny/train.jsonl, line 1: the prompt has 17 tokens, with all that the model is told"

@@ -1,67 +1,17 @@
-"""The search tool of the recipe for question answering, on a small corpus, and the reward for short answers."""
+"""The search tool. bm25s imports llvmlite, and vLLM cannot be loaded in a process that has it."""
 
-import json
 import subprocess
 import sys
-from pathlib import Path
+from importlib.util import find_spec
 
 import pytest
 
-from rl.config.functions import import_function
-from rl.config.schema import ROOT, ConfigError
-
-FILE = ROOT / "configs/environments/search.py"
-DOCUMENTS = [
-    {"title": "Ada Lovelace", "text": "Ada Lovelace wrote a program for the Analytical Engine."},
-    {"title": "Charles Babbage", "text": "Charles Babbage designed the Analytical Engine, and the Difference Engine."},
-    {"title": "Lake Geneva", "text": "Byron, the father of Ada Lovelace, stayed at Lake Geneva in 1816."},
-    {"text": "A document without a title, about owls. " + "Owls hunt at night. " * 100},
-]
+from rl.config.schema import ROOT
 
 
-@pytest.fixture
-def index(tmp_path: Path) -> str:
-    pytest.importorskip("bm25s", reason="bm25s is optional: pip install bm25s")
-    source, folder = tmp_path / "documents.jsonl", tmp_path / "index"
-    source.write_text("".join(json.dumps(document) + "\n" for document in DOCUMENTS))
-    command = [sys.executable, str(FILE), str(source), "--output", str(folder)]
-    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == f"{folder}: 4 documents\n"
-    return str(folder)
-
-
-def test_search(index: str) -> None:
-    from configs.environments.search import Search
-
-    search = Search(index).search
-    assert search("Who designed the difference engine?", count=1) == (
-        "[1] Charles Babbage\nCharles Babbage designed the Analytical Engine, and the Difference Engine."
-    )
-    titles = [part.splitlines()[0] for part in search("Ada Lovelace").split("\n\n")]
-    assert titles == ["[1] Ada Lovelace", "[2] Lake Geneva"]
-    assert [len(search("Ada Lovelace engine", count=count).split("\n\n")) for count in (-5, 1, 2, 1000)] == [1, 1, 2, 3]
-    assert search("owls").startswith("[1] A document without a title") and len(search("owls")) == 604
-    assert search("zebra") == "No document matches."
-    assert search("the ?") == search("") == "Error: the query has no words to search for."
-
-
-def test_a_missing_index_says_how_to_build_it(index: str) -> None:
-    from configs.environments.search import Search
-
-    with pytest.raises(FileNotFoundError, match=r"build it: python .*search.py documents.jsonl --output /nowhere"):
-        Search("/nowhere").search("owls")
-
-
-def test_answer_f1(index: str) -> None:
-    from configs.environments.search import answer_f1
-
-    row = {"answer": "The Analytical Engine"}
-    assert answer_f1("", "It is <answer>an analytical engine.</answer>", row) == {"score": 1.0, "exact": 1.0}
-    assert answer_f1("", "<answer>x</answer><answer>Engine of Babbage</answer>", row)["score"] == 2 / 5
-    assert answer_f1("", "the analytical engine", row) == {"score": 0.0, "exact": 0.0}
-    assert answer_f1("", "<answer></answer>", row) == {"score": 0.0, "exact": 0.0}
-
-
-def test_without_the_package_the_message_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "bm25s", None)
-    with pytest.raises(ConfigError, match="pip install bm25s"):
-        import_function("environment.class", f"{FILE}:Search")
+@pytest.mark.skipif(find_spec("bm25s") is None, reason="bm25s is not installed; a run does not need it")
+def test_search() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/search_checks.py"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert "4 passed" in done.stdout

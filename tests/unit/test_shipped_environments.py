@@ -1,7 +1,10 @@
 """The environments and tools of configs/, in real conversation servers. The model's turns are written here."""
 
 import json
+import subprocess
+import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -12,7 +15,7 @@ from transformers import AutoTokenizer
 from rl.config.load import load_config
 from rl.config.schema import ROOT
 from rl.environments.protocol import Ask, Ended, Open, SampledTurn
-from rl.run.environment import LocalConversations
+from rl.run.environment import LocalConversation
 
 pytestmark = pytest.mark.timeout(60)
 MODEL = ROOT / "configs/tiny_tools"
@@ -22,7 +25,7 @@ TOKENIZER = AutoTokenizer.from_pretrained(MODEL)
 def converse(config: str, row: dict[str, Any], turns: list[str], *overrides: str) -> tuple[str, Ended]:
     """Have a conversation in which the model writes these turns. Return what it was given to read at last."""
     settings = load_config(ROOT / f"configs/{config}.yaml", list(overrides))
-    with LocalConversations(settings, MODEL) as local:
+    with LocalConversation(settings, MODEL) as local:
         question = [{"role": "user", "content": row["prompt"]}]
         local.pool.send(Open((0, 0, 0, 0), row, question, [], 0, [], {}))
         prompt, written = "", 0
@@ -66,12 +69,11 @@ def test_programs() -> None:
     assert (ended.ending, ended.counts["calls"]) == ("done", 2)
 
 
+@pytest.mark.skipif(find_spec("bm25s") is None, reason="bm25s is not installed; a run does not need it")
 def test_search(tmp_path: Path) -> None:
-    pytest.importorskip("bm25s", reason="bm25s is optional: pip install bm25s")
-    from configs.environments.search import build_index
-
     (tmp_path / "documents.jsonl").write_text('{"title": "Owls", "text": "Owls hunt at night."}\n{"text": "Cats."}\n')
-    build_index(tmp_path / "documents.jsonl", tmp_path / "index")
+    command = [sys.executable, "configs/environments/search.py", str(tmp_path / "documents.jsonl")]
+    subprocess.run([*command, "--output", str(tmp_path / "index")], cwd=ROOT, check=True)
     turns = ['[search(query="When do owls hunt?")]', "<answer>at night</answer>"]
     options = f"environment.options={{index: {tmp_path / 'index'}}}"
     text, ended = converse("search_qa_qwen2.5_3b", {"prompt": "When?"}, turns, options)
