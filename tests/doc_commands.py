@@ -98,7 +98,7 @@ ELSEWHERE = (
             '"debug.save_rollouts=true"',
         ),
         "python configs/environments/search.py documents.jsonl --output data/search_qa/index": (
-            "tests/unit/test_search.py",
+            "tests/search_checks.py",
             'str(FILE), str(source), "--output"',
         ),
         "python benchmarks/weight_sync.py": ("tests/e2e/test_benchmarks.py", '"weight_sync"'),

@@ -278,7 +278,7 @@ class TemplateChat:
             calls = [ToolCall(f"{PROBE}{number}", {}) for number in range(count)]
             try:
                 text = self._template.write([QUESTION, _message_of("", "", calls, self._takes_reasoning)])
-            except Exception:
+            except Exception:  # a template may raise anything; this one refuses so many calls
                 break
             if not all(call.name in text for call in calls):
                 break

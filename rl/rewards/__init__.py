@@ -12,6 +12,7 @@
     totals.py         sums scores over samples and computes metrics
     pool.py           the rank's side: sends calls and receives results
     launch.py         starts the server
+    link.py           the connection to a server, of this package or of rl/environments
     server.py         passes calls to workers and enforces limits
     worker.py         runs one call at a time
     isolation.py      the walls around a worker

@@ -2,32 +2,30 @@
 
 import json
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from rl.common.credentials import hide_credentials
-from rl.common.framing import Channel, pack
-from rl.common.waiting import wait_until_readable
 from rl.config.schema import ConfigError, RewardConfig
 from rl.rewards.failure import ENVIRONMENT, RewardFailure, one_line, read_failure
 from rl.rewards.find import read_rules
 from rl.rewards.launch import ServerProcess
+from rl.rewards.link import ServerLink
 from rl.rewards.worker import MAX_CALL_ID
 
 READY_S = 120.0  # time limit of the functions' import
 SILENCE_S = 30.0  # after the time limit of a call; then the server counts as hung
-CLOSE_S = 6.0  # time limit for the thread and the server to end
 MAX_RESULT = 1 << 20  # bytes
 
 
-class RewardPool:
+class RewardPool(ServerLink):
     """The rank's side of the processes that compute rewards."""
+
+    name, max_head_bytes, max_payload_bytes = "reward server", MAX_CALL_ID, MAX_RESULT
 
     def __init__(
         self,
@@ -40,21 +38,16 @@ class RewardPool:
         """`deliver` gets the key of a call and its result. `fail` gets the reason why no more results will come. Both
         are called in a thread. A result has a `status` (ok, error, timeout or crash), a `score`, its `parts` by name,
         the final `answer` of the response, and a `failure` if the status is not ok."""
-        self._deliver, self._fail = deliver, fail
-        self._limit_s = config.timeout_s + SILENCE_S
-        self._lock = threading.Lock()
+        super().__init__(server, config.timeout_s + SILENCE_S, fail)
+        self._deliver, self._lock = deliver, threading.Lock()
         self._keys: dict[int, Hashable] = {}  # keys of calls that have no result yet
         self._num_calls = 0
-        self._changed_at = time.monotonic()
         self._is_loaded: Future[bool] = Future()
-        self._is_closing = False
         rules = [rule._asdict() for rule in read_rules(config)]
         self._names = [rule["spec"].rpartition(":")[2] for rule in rules]
-        self._server = server
         about = {"credentials": read_credentials(config.credentials)}
         self._send(b"", {"rules": rules, "timeout_s": config.timeout_s, "num_workers": num_workers, **about})
-        self._thread = threading.Thread(target=self._read, name="rewards", daemon=True)
-        self._thread.start()
+        self._start()
 
     def wait_ready(self) -> None:
         """Wait until the functions are imported. Raise if something is wrong with them."""
@@ -81,47 +74,18 @@ class RewardPool:
         parts = dict.fromkeys(self._names, 0.0)
         return {"status": status, "score": 0.0, "parts": parts, "answer": None, "failure": failure}
 
-    def close(self) -> None:
-        """End the server. Results of unfinished calls are not delivered."""
-        self._is_closing = True
-        with suppress(OSError):
-            self._server.connection.shutdown(socket.SHUT_RDWR)
-        self._thread.join(CLOSE_S)
-        self._server.connection.close()
-        self._server.process.wait(CLOSE_S)
-
     def _send(self, call_id: bytes, values: dict[str, Any]) -> None:
-        body = json.dumps(values).encode()
-        with suppress(BrokenPipeError, ConnectionResetError):  # the reading thread reports it
-            self._server.connection.sendall(pack(call_id, len(body)) + body)
+        self._send_frame(call_id, json.dumps(values).encode())
 
-    def _read(self) -> None:
-        channel = Channel(self._server.connection, MAX_CALL_ID, MAX_RESULT)
-        try:
-            while channel.is_open and not self._is_closing:
-                self._wait()
-                for call_id, body in channel.receive_frames():
-                    self._take(bytes(call_id), json.loads(body))
-            if not self._is_closing:
-                code = self._server.process.wait(CLOSE_S)
-                raise RuntimeError(f"the reward server of this rank has ended with exit code {code}")
-        except BaseException as error:
-            if not self._is_loaded.done():
-                self._is_loaded.set_exception(error)
-            with suppress(OSError):
-                self._server.connection.shutdown(socket.SHUT_RDWR)  # the main thread may be blocked in `sendall`
-            self._fail(error)
+    def _under_way(self) -> str:
+        return f"{len(self._keys)} calls" if self._keys else ""
 
-    def _wait(self) -> None:
-        """Wait for data. Raise RuntimeError if calls are under way and none ends within the time limit."""
-        while not wait_until_readable([self._server.connection], self._limit_s):
-            if self._keys and time.monotonic() - self._changed_at > self._limit_s:
-                raise RuntimeError(
-                    f"the reward server of this rank (process {self._server.process.pid}) has said nothing for "
-                    f"{self._limit_s:.0f} s, with {len(self._keys)} calls under way"
-                )
+    def _end(self, error: BaseException) -> None:
+        if not self._is_loaded.done():
+            self._is_loaded.set_exception(error)
 
-    def _take(self, call_id: bytes, result: dict[str, Any]) -> None:
+    def _take(self, call_id: bytes, body: bytearray) -> None:
+        result = json.loads(body)
         if call_id:
             self._changed_at = time.monotonic()
             key = self._keys.pop(int(call_id))
