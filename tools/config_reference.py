@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args, get_origin
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # use this checkout, whatever is installed
 from rl.config.schema import ROOT, Config, keys_of
-from rl.report.console import print_and_go_on
+from rl.report.printing import print_and_go_on
 
 PAGE = ROOT / "docs" / "configuration.md"
 HEAD = """# Configuration

@@ -33,7 +33,7 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # use this checkout, whatever is installed
 from rl.common.files import write_atomically
 from rl.config.schema import ROOT
-from rl.report.console import print_and_go_on, print_or_exit
+from rl.report.printing import print_and_go_on, print_or_exit
 from tools import status
 
 LAUNCH = ROOT / "launch"

@@ -36,7 +36,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # use this checkout, whatever is installed
-from rl.report.console import print_and_go_on
+from rl.report.printing import print_and_go_on
 
 Pair = tuple[int, int]
 Message = dict[str, Any]

@@ -30,7 +30,7 @@ from rl.export.errors import MergeError
 from rl.export.events import GATHERED, EventFiles, EventPlace, LocalEvents, RemoteEvents, copy_events, find_events
 from rl.export.find import HOST, parse_nodes
 from rl.export.folders import CHECKPOINTS, LocalFolder, MissingOnNode, ssh_command
-from rl.report.console import print_and_go_on
+from rl.report.printing import print_and_go_on
 from tools import jobs, status
 
 LOOPBACK = "127.0.0.1"

@@ -25,7 +25,7 @@ from rl.config.hub_path import HubPath
 from rl.config.schema import ConfigError
 from rl.data.read import FORMATS, SHARD, DataRow, choose_files, find_splits
 from rl.model.hub import download_dataset, find_dataset_commit
-from rl.report.console import print_and_go_on
+from rl.report.printing import print_and_go_on
 from rl.rewards.extract import boxes
 from rl.watch.reports import ServiceUnavailable
 

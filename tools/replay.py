@@ -23,7 +23,7 @@ import torch.distributed as dist
 from rl.checkpoint.manifest import CheckpointError
 from rl.common.text import count_of, format_ranges
 from rl.config.schema import ConfigError
-from rl.report.console import print_or_exit
+from rl.report.printing import print_or_exit
 from rl.run.replay import (
     Replay,
     ReplayError,

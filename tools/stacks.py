@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # use this checkout, whatever is installed
-from rl.report.console import print_or_exit
+from rl.report.printing import print_or_exit
 from rl.watch.stacks import MEMORY, SIGNAL
 from tools.status import doing, find_run, read
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # use this checkout, whatever is installed
 from rl.common.text import count_of
-from rl.report.console import print_or_exit
+from rl.report.printing import print_or_exit
 
 STALE_S = 5.0  # without news, after which a run does not count as running
 COLUMNS = ["rank", "host", "roles", "stage", "step", "version"]

@@ -27,7 +27,7 @@ from rl.export.plan import index_of, lay_out, read_tensors
 from rl.export.upload import HubRepository, name_for_run
 from rl.export.work_folder import RECORD, WorkFolder, find_gathered, read_record
 from rl.export.write import CorruptFile, Merger, OpenFiles, Progress
-from rl.report.console import print_and_go_on
+from rl.report.printing import print_and_go_on
 
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 LOG_INTERVAL_S = 10.0  # between lines of progress in a log file

@@ -1,1 +1,1 @@
-"""Reports for people: metrics, descriptions of batches, and profiles."""
+"""Reports for people: metrics, TensorBoard, the console, descriptions of batches, and profiles."""

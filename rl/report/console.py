@@ -1,29 +1,61 @@
-"""Print on a terminal or into a pipe whose reader may end early, as `head -1` does."""
+"""What a run prints about its steps."""
 
 import os
 import sys
+import time
+from collections.abc import Mapping, Sequence
+
+from rl.common.text import count_of
+
+# Labels and metrics of the line that a step prints.
+SHOWN = {"reward": "reward/mean", "errors": "reward/errors", "timeouts": "reward/timeouts", "eval": "eval/accuracy"}
+SHOWN |= {"loss": "loss/policy", "mismatch": "policy/mismatch_kl", "length": "rollout/length_mean"}
+SHOWN |= {"tokens/s": "perf/tokens_per_s", "seconds": "time/step"}
+WAITS = {"sampling": "perf/waits_for_sampling", "training": "perf/waits_for_training"}
+WAITS |= {"publishing": "perf/waits_for_publishing"}
+FAILURES = ("errors", "timeouts")  # counts that are shown only if they are not 0
 
 
-def print_or_exit(text: str | bytes) -> None:
-    """Print a text or raw bytes. If the reader of the pipe has ended, exit with status 0."""
-    if not _print(text):
-        sys.exit(0)
+class RunConsole:
+    """Print a line per step, and a summary at the end. `rewards` are those of earlier starts of the run."""
+
+    def __init__(self, name: str, num_steps: int, rewards: Sequence[float]):
+        self._name, self._num_steps, self._started = name, num_steps, time.perf_counter()
+        self._rewards, self._num_before = list(rewards), len(rewards)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        if "reward/mean" in values:
+            self._rewards.append(values["reward/mean"])
+        shown = "  ".join(
+            f"{label} {values[name]:{'.0f' if label in FAILURES else '.4g'}}"
+            for label, name in SHOWN.items()
+            if name in values and (values[name] or label not in FAILURES)
+        )
+        line = f"step {step}/{self._num_steps}  {shown}{_describe_bound(values)}"
+        if shown and sys.stdout.isatty():  # overwrite the previous line
+            width = os.get_terminal_size().columns - 1
+            print("\r" + line[:width].ljust(width), end="\n" if step == self._num_steps else "", flush=True)
+        elif shown:  # before the first step there is nothing to show without an evaluation
+            print(line, flush=True)
+
+    def close(self, engine_name: str) -> None:
+        """Print a summary: the mean reward of the first and of the last 5 steps of the run, and the seconds of this
+        start. After a resume, the summary says how many of the steps these seconds are for."""
+        first, last = (sum(part) / max(1, len(part)) for part in (self._rewards[:5], self._rewards[-5:]))
+        took, num_now = f"{time.perf_counter() - self._started:.0f} s", len(self._rewards) - self._num_before
+        if self._num_before:
+            took = (
+                f"the last {num_now} of them in {took} after a resume" if num_now else "none of them after the resume"
+            )
+        steps = count_of(len(self._rewards), "step")
+        engine = engine_name and f", engine {engine_name}"  # without one, nothing was sampled
+        print(f"{self._name}: reward {first:.2f} -> {last:.2f} in {steps}, {took}{engine}", flush=True)
 
 
-def print_and_go_on(text: str) -> None:
-    """Print a line about work that goes on. If the reader of the pipe has ended, print no more."""
-    _print(text)
-
-
-def _print(text: str | bytes) -> bool:
-    """Print, and return whether there is a reader."""
-    try:
-        if isinstance(text, bytes):
-            sys.stdout.buffer.write(text)
-        else:
-            print(text)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes stdout again at exit
-        return False
-    return True
+def _describe_bound(values: Mapping[str, float]) -> str:
+    """Return the end of a step's line: what most of the step was spent waiting for, and its share of the step."""
+    waits = {what: values[name] for what, name in WAITS.items() if name in values}
+    if not waits:
+        return ""
+    bound = max(waits, key=waits.__getitem__)
+    return f"  waits {waits[bound]:.0%} for {bound}"

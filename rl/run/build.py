@@ -26,7 +26,8 @@ from rl.learner.overlap import OverlappedUpdate, why_overlap_waits
 from rl.learner.policy import PolicyTrainer
 from rl.learner.scoring import Scorer
 from rl.model.shards import TensorInfo
-from rl.report.metrics import METRICS, MetricsWriter, last_step
+from rl.report.metrics_writer import MetricsWriter
+from rl.report.rows import METRICS, last_step
 from rl.report.writers import open_writers
 from rl.rewards.find import read_rules
 from rl.rollout.balance import Balancer

@@ -25,7 +25,7 @@ from rl.model.shape import check_folder, check_model, check_weights, measure_siz
 from rl.model.tokenizer import load_tokenizer
 from rl.placement.nodes import Nodes
 from rl.placement.roles import Placement, plan
-from rl.report.console import print_or_exit
+from rl.report.printing import print_or_exit
 from rl.report.sizes import describe_data_parallelism, max_step_tokens, max_tokens_of_rollout
 from rl.report.writers import check_writers
 from rl.rewards.find import check_rewards

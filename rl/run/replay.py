@@ -37,7 +37,8 @@ from rl.placement.groups import Groups, make_groups
 from rl.placement.nodes import Nodes
 from rl.placement.roles import Placement
 from rl.report.describe import describe
-from rl.report.metrics import METRICS, Measures, read_metrics
+from rl.report.metrics import Measures
+from rl.report.rows import METRICS, read_metrics
 from rl.run.find_models import RECORD
 from rl.run.models import build_critic, build_learner, load
 from rl.run.open import Run

@@ -11,7 +11,7 @@ from rl.data.batch import Batch
 from rl.data.group_file import groups_to_bytes, split_groups
 from rl.data.prompts import Tokenizer
 from rl.report.describe import show
-from rl.report.metrics import MetricsWriter
+from rl.report.metrics_writer import MetricsWriter
 from rl.report.profile import profiled
 from rl.rollout.collect import Rollouts
 from rl.rollout.dispatch import BatchTime

@@ -17,7 +17,8 @@ from rl.common.text import count_of
 from rl.data.trajectory_files import trajectory_folder
 from rl.evaluation.evaluation import Evaluation, is_evaluation_due, show_evaluation
 from rl.model.shards import local_slices
-from rl.report.metrics import MetricsWriter, read_metrics
+from rl.report.metrics_writer import MetricsWriter
+from rl.report.rows import read_metrics
 from rl.rollout.archive import ArchiveDispatcher
 from rl.rollout.balance import Balancer
 from rl.rollout.collect import Rollouts

@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from rl.report.metrics import WAITS
+from rl.report.console import WAITS
 from tests.launcher import Result, train
 from tools.merge_checkpoint import main as merge_checkpoint
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rl.report.metrics import MetricsWriter
+from rl.report.metrics_writer import MetricsWriter
 from rl.run.build import _announce_repetition
 
 

@@ -13,7 +13,7 @@ import pytest
 from rl.config.load import load_config
 from rl.config.schema import ConfigError
 from rl.report import writers
-from rl.report.metrics import MetricsWriter
+from rl.report.metrics_writer import MetricsWriter
 from rl.report.writers import check_writers, open_writers, public_settings
 from tests import fake_wandb
 

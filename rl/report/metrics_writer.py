@@ -1,0 +1,60 @@
+"""Write the metrics of each step: to metrics.jsonl, TensorBoard, the console, and to other services."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from rl.report.console import RunConsole
+from rl.report.rows import RowFile
+from rl.report.tensorboard import EventWriter
+
+
+class Sink(Protocol):
+    """A place for metrics beside metrics.jsonl. Writing must not delay a step, and must not raise."""
+
+    def write(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class MetricsWriter:
+    """Write the metrics of a run. Only the leader has a writer.
+
+    `step` is the step from which the run resumes; 0: it starts over, unless this command `continues` a run in phases.
+    `others` get the metrics too.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        num_steps: int,
+        step: int = 0,
+        others: Sequence[Sink] = (),
+        continues: bool = False,
+    ):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._rows = RowFile(run_dir, step, continues)
+        self._events = EventWriter(run_dir, step + 1 if step or continues else 0)
+        rewards = [row["reward/mean"] for row in self._rows.kept if "reward/mean" in row]
+        self._console = RunConsole(run_dir.name, num_steps, rewards)
+        self._sinks: list[Sink] = [self._events, *others]
+
+    def write(self, step: int, version: int, values: Mapping[str, float]) -> None:
+        """Write a step's metrics. `version` is the newest published version, from which the next step samples."""
+        self._rows.write(step, version, values)
+        for sink in self._sinks:
+            sink.write(step, values)
+        self._console.write(step, values)
+
+    def write_text(self, name: str, text: str, step: int) -> None:
+        self._events.write_text(name, text, step)
+
+    def close(self, engine_name: str) -> None:
+        """Print a summary and close the files."""
+        self._console.close(engine_name)
+        self.close_files()
+
+    def close_files(self) -> None:
+        self._rows.close()
+        for sink in self._sinks:
+            sink.close()

@@ -1,0 +1,51 @@
+"""metrics.jsonl: one line of JSON per step, in the run's folder."""
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from rl.common.files import write_atomically
+
+METRICS = "metrics.jsonl"
+
+
+class RowFile:
+    """The file of a run. `step` is the step from which the run resumes. Rows after it are dropped, since the run writes
+    them again. If it is 0, the files of an earlier run with the same name are renamed, unless this command `continues`
+    a run in phases."""
+
+    def __init__(self, run_dir: Path, step: int, continues: bool):
+        path = run_dir / METRICS
+        for old in (path, run_dir / "eval.jsonl"):
+            if not step and not continues and old.exists():
+                stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+                old.rename(old.with_name(f"{old.stem}.{stamp}{old.suffix}"))
+        self.kept = [row for row in read_metrics(path) if row["step"] <= step]  # rows of earlier starts
+        write_atomically(path, "".join(json.dumps(row) + "\n" for row in self.kept))
+        self._file = path.open("a", buffering=1)
+
+    def write(self, step: int, version: int, values: Mapping[str, float]) -> None:
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}  # JSON has no NaN
+        self._file.write(json.dumps({"step": step, "version": version, **finite}) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def last_step(path: Path) -> int:
+    """Return the last step in a file of metrics, or 0 if there is none."""
+    return max((row["step"] for row in read_metrics(path)), default=0)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a file of metrics. There are none if the file does not exist."""
+    rows = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        with suppress(ValueError):  # a kill has cut the line off
+            rows.append(json.loads(line))
+    return rows
