@@ -38,6 +38,9 @@ class RunConsole:
         elif shown:  # before the first step there is nothing to show without an evaluation
             print(line, flush=True)
 
+    def warn(self, text: str) -> None:
+        print(f"oneworld: {text}", flush=True)
+
     def close(self, engine_name: str) -> None:
         """Print a summary: the mean reward of the first and of the last 5 steps of the run, and the seconds of this
         start. After a resume, the summary says how many of the steps these seconds are for."""

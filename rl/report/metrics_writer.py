@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Protocol
 
 from rl.report.console import RunConsole
+from rl.report.events import Kind, write_event
 from rl.report.rows import RowFile
 from rl.report.tensorboard import EventWriter
 
@@ -33,6 +34,7 @@ class MetricsWriter:
         continues: bool = False,
     ):
         run_dir.mkdir(parents=True, exist_ok=True)
+        self._run_dir = run_dir
         self._rows = RowFile(run_dir, step, continues)
         self._events = EventWriter(run_dir, step + 1 if step or continues else 0)
         rewards = [row["reward/mean"] for row in self._rows.kept if "reward/mean" in row]
@@ -48,6 +50,12 @@ class MetricsWriter:
 
     def write_text(self, name: str, text: str, step: int) -> None:
         self._events.write_text(name, text, step)
+
+    def note(self, kind: Kind, step: int, text: str) -> None:
+        """Write an event to events.jsonl, and show a warning on the console."""
+        write_event(self._run_dir, kind, step, text)
+        if kind == "warning":
+            self._console.warn(text)
 
     def close(self, engine_name: str) -> None:
         """Print a summary and close the files."""
