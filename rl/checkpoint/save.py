@@ -28,6 +28,7 @@ from rl.checkpoint.store import POLL_S, CheckpointStore
 from rl.checkpoint.write import CheckpointWriter, RunDescription, StoredFile
 from rl.placement.roles import Placement
 from rl.watch.heart import OWN
+from rl.watch.ledger import DISK, Awaited
 from rl.world.faults import Stopped
 from rl.world.messages import Letter, Mailbox, Message, waiting
 from rl.world.world import World
@@ -42,7 +43,7 @@ class FilesWritten(Message):
 
     step: int
     rank_state: dict[str, Any]
-    awaited = "the other ranks' files of the checkpoint"
+    awaited = Awaited("the other ranks' files of the checkpoint", DISK)
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ class Saver:
 
     def _wait(self, event: threading.Event) -> None:
         while not event.is_set():
-            with waiting(what := self._waits_for):
+            with waiting(Awaited(what := self._waits_for, DISK)):
                 while what == self._waits_for and not event.wait(POLL_S):
                     self._mail.check()
 

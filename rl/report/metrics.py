@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rl.watch.heart import HEART
+
 
 class Measures:
     """Sums and means by name. Every rank adds the same names in the same order, even if it has nothing to count."""
@@ -47,7 +49,8 @@ class Measures:
         names = only or self.names
         parts = [part for name in names for part in zip(*self._pairs[name])]  # totals and counts in turn
         table = torch.stack([torch.stack(part).sum().cpu() for part in parts]).reshape(-1, 2)
-        dist.all_reduce(table, group=pg)
+        with HEART.in_collective("actor"):
+            dist.all_reduce(table, group=pg)
         reduced = {}
         for name, (total, count) in zip(names, table.tolist(), strict=True):
             if name in self._optional and not count:

@@ -4,10 +4,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from rl.report.accounting import AccountingFile
 from rl.report.console import RunConsole
 from rl.report.events import Kind, write_event
 from rl.report.rows import RowFile
 from rl.report.tensorboard import EventWriter
+from rl.watch.ledger import RankAccount
 
 
 class Sink(Protocol):
@@ -36,6 +38,7 @@ class MetricsWriter:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._run_dir = run_dir
         self._rows = RowFile(run_dir, step, continues)
+        self._accounting = AccountingFile(run_dir, step)
         self._events = EventWriter(run_dir, step + 1 if step or continues else 0)
         rewards = [row["reward/mean"] for row in self._rows.kept if "reward/mean" in row]
         self._console = RunConsole(run_dir.name, num_steps, rewards)
@@ -47,6 +50,10 @@ class MetricsWriter:
         for sink in self._sinks:
             sink.write(step, values)
         self._console.write(step, values)
+
+    def write_accounts(self, step: int, accounts: Sequence[RankAccount], hosts: Sequence[str], bound: str) -> None:
+        """Write what the ranks did in a step to accounting.jsonl. `bound` says what bounds the step."""
+        self._accounting.write(step, accounts, hosts, bound)
 
     def write_text(self, name: str, text: str, step: int) -> None:
         self._events.write_text(name, text, step)
@@ -64,5 +71,6 @@ class MetricsWriter:
 
     def close_files(self) -> None:
         self._rows.close()
+        self._accounting.close()
         for sink in self._sinks:
             sink.close()

@@ -21,7 +21,7 @@ class RowFile:
 
     def __init__(self, run_dir: Path, step: int, continues: bool):
         path = run_dir / METRICS
-        for old in (path, run_dir / "eval.jsonl"):
+        for old in (path, run_dir / "eval.jsonl", run_dir / "accounting.jsonl"):
             if not step and not continues and old.exists():
                 stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
                 old.rename(old.with_name(f"{old.stem}.{stamp}{old.suffix}"))

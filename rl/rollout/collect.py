@@ -7,7 +7,7 @@ later round, the engine that gets its prompt fetches it from there (carried.py).
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from rl.data.batch import Batch
@@ -25,6 +25,7 @@ from rl.rollout.failures import CallsFailed, FailureLog
 from rl.rollout.orders import Collected, OrderGate, OrderService
 from rl.rollout.overlap import OverlapGate, OverlapService
 from rl.rollout.service import RolloutService, ScoredGroup
+from rl.watch.ledger import Awaited
 from rl.world.messages import Letter, Message
 from rl.world.orders import Action
 from rl.world.service import Service, serve
@@ -179,11 +180,11 @@ class Rollouts(Service):
         """
         if self._gate is not None:
             self._gate.open()
-        self._awaited = f"rank {self._leader} to start a batch"
+        self._awaited = Awaited(f"rank {self._leader} to start a batch", "actor")
         serve(self._world, self._services, until=lambda: batch in self._owners)
         owners = self._owners.pop(batch)
         num_own = owners.count(self._actors.index(self._mail.rank))  # not in `until`, which runs at every engine step
-        self._awaited = "groups from the engines"
+        self._awaited = Awaited("groups from the engines", "rollout")
         serve(self._world, self._services, until=lambda: len(self._arrived[batch]) == num_own)
         arrived = self._arrived.pop(batch)
         groups = {position: rollouts for position, (_, rollouts) in arrived.items() if rollouts is not None}
@@ -199,8 +200,7 @@ class Rollouts(Service):
         messages = [group for group, _ in arrived.values()]
         took = self._dispatcher.time_batch() if self._dispatcher is not None and is_training else None
         if took is not None:
-            trained_s = self._overlap.trained_s if self._overlap is not None else 0.0
-            self._times.append(replace(took, trained_s=trained_s))
+            self._times.append(took)
         missing = frozenset(arrived.keys() - groups.keys())
         return Gathered(
             groups,

@@ -27,6 +27,7 @@ from rl.rollout.responses import Response
 from rl.rollout.speeds import StepTimer
 from rl.rollout.turns import Conversations
 from rl.watch.heart import HEART, size_class
+from rl.watch.ledger import Awaited
 from rl.world.messages import Letter, Message
 from rl.world.orders import Order
 from rl.world.service import Service
@@ -155,12 +156,13 @@ class RolloutService(Service):
     @property
     def awaited(self) -> str:
         if any(group.num_unscored for group in self._groups.values()):
-            return "the scores of its responses"
+            return Awaited("the scores of its responses", "reward")
         if self.is_scoring:
-            return "the tools and environments of its conversations"
+            return Awaited("the tools and environments of its conversations", "environment")
         if self._to_restart:
-            return "weights for its new engine"
-        return f"work from rank {self._leader if self.host.is_lead else self.host.lead}"
+            return Awaited("weights for its new engine", "actor")
+        # A follower waits whenever its lead does, and that is nearly always for the actors.
+        return Awaited(f"work from rank {self._leader if self.host.is_lead else self.host.lead}", "actor")
 
     @property
     def _can_restart(self) -> bool:

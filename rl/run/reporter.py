@@ -1,7 +1,7 @@
 """Write the reports of an actor rank: metrics, samples, saved rollouts and profiles."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -10,6 +10,7 @@ from rl.config.schema import Config
 from rl.data.batch import Batch
 from rl.data.group_file import groups_to_bytes, split_groups
 from rl.data.prompts import Tokenizer
+from rl.report.accounting import describe_bound, summarize
 from rl.report.describe import show
 from rl.report.metrics_writer import MetricsWriter
 from rl.report.profile import profiled
@@ -79,7 +80,11 @@ class Reporter:
         metrics = self._config.metrics
         if batch is not None:
             values = values | {"perf/tokens_per_s": values["rollout/tokens"] / seconds["time/step"]}
-            values |= measure_waits(seconds, self._rollouts.take_times())
+            values |= find_slowest(self._rollouts.take_times())
+            accounts = self._world.accounts.take(version)
+            values |= summarize(accounts)
+            bound = describe_bound(values | seconds)
+            self._writer.write_accounts(step, accounts, self._world.hosts, bound)
             if metrics.samples_interval and (step - 1) % metrics.samples_interval == 0:
                 self._writer.write_text("rollout/samples", show(batch, self._tokenizer, metrics.num_samples), step)
         self._writer.write(step, version, values | seconds | self._world.take_gpus())
@@ -88,21 +93,10 @@ class Reporter:
         return f"step_{self._world.step}.rank_{self._world.rank}"
 
 
-def measure_waits(seconds: Mapping[str, float], rounds: Sequence[BatchTime]) -> dict[str, float]:
-    """Return the share of a step in which actors wait for sampling, engines wait for training, and all wait for the
-    weight sync. Scoring is a part of sampling. The largest share bounds the step. Also name the engine that cost a
-    round the most time."""
-    step_s, sync_s = seconds["time/step"], seconds["time/sync"]
-    trained_s = sum(each.trained_s for each in rounds)
-    # The rounds, or what the actors waited for them if that is longer: then it includes the scores.
-    sampling_s = max(sum(each.seconds for each in rounds), seconds["time/rollout"])
-    waits = {
-        "perf/waits_for_sampling": max(0.0, seconds["time/rollout"] - trained_s) / step_s,
-        "perf/waits_for_training": max(0.0, step_s - sampling_s - sync_s) / step_s,
-        "perf/waits_for_publishing": sync_s / step_s,
-    }
+def find_slowest(rounds: Sequence[BatchTime]) -> dict[str, float]:
+    """Return metrics of the engine that cost a round of this step the most time."""
     slowest = max(rounds, key=lambda each: each.cost_s, default=None)
-    if slowest is not None and slowest.cost_s:
-        waits |= {"perf/slowest_engine": float(slowest.slowest), "perf/slowest_engine_s": slowest.cost_s}
-        waits |= {"perf/slowest_engine_speed": slowest.speed}
-    return waits
+    if slowest is None or not slowest.cost_s:
+        return {}
+    found = {"perf/slowest_engine": float(slowest.slowest), "perf/slowest_engine_s": slowest.cost_s}
+    return found | {"perf/slowest_engine_speed": slowest.speed}

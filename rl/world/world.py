@@ -21,6 +21,7 @@ from rl.common.handshake import SECRET, check_secret, derive_key
 from rl.common.json_channel import JsonChannel
 from rl.config.schema import Config, ConfigError
 from rl.watch.recorder import keep_collectives
+from rl.world.accounts import Accounts
 from rl.world.address import own_address
 from rl.world.bootstrap import refuse, watchdog_channel
 from rl.world.debugger import Debugger
@@ -61,6 +62,7 @@ class World:
         self._restarts = Restarts(self.rank, local_rank)
         self.progress = Progress(self.rank, self._restarts)
         self.stage = self.progress.stage
+        self.accounts = Accounts(mail, self.progress)
         self._debugger = Debugger(self.rank, self._print_about_debugger)
         self.faults = FaultReporter(self.progress, mail, watchdog, self._debugger)
         self._signals = Signals(mail, self.faults)
