@@ -64,13 +64,14 @@ class AccountingFile:
         self._rewrite([row for row in read_metrics(self._path) if row["step"] <= step])
 
     def write(self, step: int, accounts: Sequence[RankAccount], hosts: Sequence[str], bound: str) -> None:
-        """Write the line of a step. `hosts` are the hosts of all ranks."""
+        """Write the line of a step. `hosts` are the hosts of all ranks, which are numbered in this order."""
+        nodes = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
         roles = {
             role: {"ranks": len(members), "seconds": _mean_seconds(members)}
             for role, members in _by_role(accounts).items()
         }
         ranks = [
-            {"rank": account.rank, "host": hosts[account.rank], "seconds": _rounded(account.seconds)}
+            {"rank": account.rank, "node": nodes[hosts[account.rank]], "seconds": _rounded(account.seconds)}
             for account in _choose(accounts)
         ]
         line = {"step": step, "bound": bound, "roles": roles, "ranks": ranks}

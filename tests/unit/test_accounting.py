@@ -182,8 +182,8 @@ def test_the_file_has_a_line_per_step_and_is_bounded(tmp_path: Path) -> None:
             "actor": {"ranks": 1, "seconds": {"busy/update": 4.0}},
         },
         "ranks": [
-            {"rank": 0, "host": "n0", "seconds": {"busy/rollout": 6, "wait/actor": 3}},
-            {"rank": 1, "host": "n1", "seconds": {"busy/update": 4.0}},
+            {"rank": 0, "node": 0, "seconds": {"busy/rollout": 6, "wait/actor": 3}},
+            {"rank": 1, "node": 1, "seconds": {"busy/update": 4.0}},
         ],
     }
     file = AccountingFile(tmp_path, 2)  # a resumed run writes step 3 again
