@@ -63,8 +63,9 @@ class AccountingFile:
         self._path, self._max_bytes = run_dir / ACCOUNTING, max_bytes
         self._rewrite([row for row in read_metrics(self._path) if row["step"] <= step])
 
-    def write(self, step: int, accounts: Sequence[RankAccount], hosts: Sequence[str], bound: str) -> None:
-        """Write the line of a step. `hosts` are the hosts of all ranks, which are numbered in this order."""
+    def write(self, accounts: Sequence[RankAccount], hosts: Sequence[str], about: Mapping[str, Any]) -> None:
+        """Write the line of a step. `hosts` are the hosts of all ranks, which are numbered in this order. `about` is
+        what else the line says, such as the step."""
         nodes = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
         roles = {
             role: {"ranks": len(members), "seconds": _mean_seconds(members)}
@@ -74,7 +75,7 @@ class AccountingFile:
             {"rank": account.rank, "node": nodes[hosts[account.rank]], "seconds": _rounded(account.seconds)}
             for account in _choose(accounts)
         ]
-        line = {"step": step, "bound": bound, "roles": roles, "ranks": ranks}
+        line = {**about, "roles": roles, "engine": _sum_engines(accounts), "ranks": ranks}
         self._file.write(json.dumps(line) + "\n")
         if self._file.tell() > self._max_bytes:
             self._file.close()
@@ -87,6 +88,13 @@ class AccountingFile:
     def _rewrite(self, rows: Sequence[Mapping[str, Any]]) -> None:
         write_atomically(self._path, "".join(json.dumps(row) + "\n" for row in rows))
         self._file = self._path.open("a", buffering=1)
+
+
+def _sum_engines(accounts: Sequence[RankAccount]) -> dict[str, list[float]]:
+    """Return the sums of all engines' steps. See EngineSteps."""
+    names = sorted({name for account in accounts for name in account.engine})
+    sums = {name: zip(*(account.engine[name] for account in accounts if name in account.engine)) for name in names}
+    return {name: [round(sum(column), 6) for column in columns] for name, columns in sums.items()}
 
 
 def _mean_seconds(accounts: Sequence[RankAccount]) -> dict[str, float]:

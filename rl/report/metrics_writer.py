@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from rl.common.events import Kind, write_event
 from rl.report.accounting import AccountingFile
@@ -63,9 +63,9 @@ class MetricsWriter:
             self._events.write_histogram(name, histogram, step)
         self._console.write(step, values)
 
-    def write_accounts(self, step: int, accounts: Sequence[RankAccount], hosts: Sequence[str], bound: str) -> None:
-        """Write what the ranks did in a step to accounting.jsonl. `bound` says what bounds the step."""
-        self._accounting.write(step, accounts, hosts, bound)
+    def write_accounts(self, accounts: Sequence[RankAccount], hosts: Sequence[str], about: Mapping[str, Any]) -> None:
+        """Write what the ranks did in a step to accounting.jsonl. See AccountingFile."""
+        self._accounting.write(accounts, hosts, about)
 
     def write_text(self, name: str, text: str, step: int) -> None:
         self._events.write_text(name, text, step)

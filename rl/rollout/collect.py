@@ -7,7 +7,7 @@ later round, the engine that gets its prompt fetches it from there (carried.py).
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rl.data.batch import Batch
@@ -200,7 +200,8 @@ class Rollouts(Service):
         messages = [group for group, _ in arrived.values()]
         took = self._dispatcher.time_batch() if self._dispatcher is not None and is_training else None
         if took is not None:
-            self._times.append(took)
+            trained_s = self._overlap.trained_s if self._overlap is not None else 0.0
+            self._times.append(replace(took, trained_s=trained_s))
         missing = frozenset(arrived.keys() - groups.keys())
         return Gathered(
             groups,

@@ -97,6 +97,7 @@ class BatchTime:
     slowest: int  # lead of the engine
     cost_s: float  # 0 without other engines
     speed: float = 1.0  # of the slowest engine, relative to the median engine
+    trained_s: float = 0.0  # in which the leader trained on parts of the batch, with actor.overlap
 
 
 class Dispatcher:

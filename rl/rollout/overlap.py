@@ -10,6 +10,7 @@ The last part is left for the stage `update`, since FSDP must know which backwar
 """
 
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -99,10 +100,11 @@ class OverlapService(Service):
         self._mail, self._leader, self._balancer = mail, leader, balancer
         self._batch = 0
         self._in_parts: set[int] = set()  # positions of all actors' groups in the parts so far
+        self.trained_s = 0.0  # in this batch
 
     def open(self, batch: int, version: int) -> None:
         """Begin a batch to train on. Groups of other batches are ignored."""
-        self._batch, self._in_parts = batch, set()
+        self._batch, self._in_parts, self.trained_s = batch, set(), 0.0
         self.update.open(version)
 
     def add(self, batch: int, position: int, group: Batch) -> None:
@@ -113,12 +115,13 @@ class OverlapService(Service):
         self._mail.send(self._leader, GroupWhole(batch, position, length, self._balancer.cost(group)))
 
     def handle(self, letter: Letter[TrainPart]) -> None:
-        part = letter.message
+        part, started = letter.message, time.perf_counter()
         assert part.batch == self._batch, part
         self._in_parts.update(part.positions)
         own = self.update.take(part.positions)
         groups = self._balancer.exchange(own, part.owners, part.new_owners)
         self.update.train([groups[place] for place in sorted(groups)], part.is_early)
+        self.trained_s += time.perf_counter() - started
 
     def settle(self, owners: Sequence[int]) -> Batch:
         """Balance the last part, and return this actor's groups of all parts, without scores. This is a collective.

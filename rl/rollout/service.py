@@ -213,15 +213,18 @@ class RolloutService(Service):
             return self._begin(groups)
         self._tell_followers(StepEngine())
         num_responses, started = self.engine.num_unfinished, time.perf_counter()
-        reads_prompts, was_decoding = self._num_prompt_tokens > 0, self._is_decoding
+        num_prompt_tokens, was_decoding = self._num_prompt_tokens, self._is_decoding
         try:
             ended = self._step()
         except Exception as error:
             return self._recover(error)
         # An engine that schedules asynchronously waits for the prompts of a step in the next one.
-        self._is_decoding = not reads_prompts
+        self._is_decoding, step_s = not num_prompt_tokens, time.perf_counter() - started
         if was_decoding and self._is_decoding:
-            self._timer.add(num_responses, time.perf_counter() - started)
+            self._timer.add(num_responses, step_s)
+            self._world.accounts.engine_steps.add_decode(num_responses, step_s)
+        else:
+            self._world.accounts.engine_steps.add_prefill(num_responses, step_s, num_prompt_tokens)
         HEART.beat(f"{self.engine.num_unfinished} responses", sum(len(done.tokens) for done in ended))
         is_last_of_group = [self._take(completion) for completion in ended]
         self._report_progress(is_urgent=any(is_last_of_group))

@@ -91,8 +91,10 @@ class Reporter:
             values |= find_slowest(self._rollouts.take_times())
             accounts = self._world.accounts.take(version)
             values |= summarize(accounts)
-            bound = describe_bound(values | seconds)
-            self._writer.write_accounts(step, accounts, self._world.hosts, bound)
+            about = {"step": step, "bound": describe_bound(values | seconds)}
+            if batch.num_sequences:
+                about["prompt_tokens"] = round(float(batch.prompt_lengths.double().mean()), 1)
+            self._writer.write_accounts(accounts, self._world.hosts, about)
             if metrics.samples_interval and (step - 1) % metrics.samples_interval == 0:
                 self._writer.write_text("rollout/samples", show(batch, self._tokenizer, metrics.num_samples), step)
         self._writer.write(step, version, values | seconds | self._world.take_gpus(), histograms)

@@ -6,7 +6,7 @@ to the time that has passed. A switch reads the monotonic clock and adds one num
 
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 BUSY, WAIT = "busy/", "wait/"  # prefixes of accounts: busy/STAGE and wait/ROLE
 # What a rank can wait for besides the roles of docs/placement.md.
@@ -32,12 +32,14 @@ def role_of(awaited: str) -> str:
     return awaited.role if isinstance(awaited, Awaited) else OTHER
 
 
-class RankAccount(NamedTuple):
+@dataclass(frozen=True)
+class RankAccount:
     """The ledger of one rank for one step. `roles` are joined by commas, as in the placement."""
 
     rank: int
     roles: str
     seconds: dict[str, float]
+    engine: dict[str, list[float]] = field(default_factory=dict)  # see EngineSteps
 
     @property
     def wall_s(self) -> float:
@@ -51,6 +53,31 @@ class RankAccount(NamedTuple):
     def waits(self) -> dict[str, float]:
         """Seconds of waiting by role."""
         return {name.removeprefix(WAIT): s for name, s in self.seconds.items() if name.startswith(WAIT)}
+
+
+class EngineSteps:
+    """The times of an engine's steps, as sums from which a line can be fitted.
+
+    A decode step takes a fixed time, and a time for each sequence. A step that reads prompts takes longer.
+    """
+
+    def __init__(self) -> None:
+        self._decode, self._prefill = [0.0] * 5, [0.0] * 4
+
+    def add_decode(self, num_sequences: int, seconds: float) -> None:
+        terms = 1.0, num_sequences, num_sequences**2, seconds, num_sequences * seconds
+        self._decode = [total + term for total, term in zip(self._decode, terms)]
+
+    def add_prefill(self, num_sequences: int, seconds: float, num_tokens: int) -> None:
+        terms = 1.0, num_sequences, seconds, num_tokens
+        self._prefill = [total + term for total, term in zip(self._prefill, terms)]
+
+    def take(self) -> dict[str, list[float]]:
+        """Return the sums since the last call. `decode`: steps n, sum of sequences x, of x², of seconds t, and of xt.
+        `prefill`: steps, sequences, seconds, and tokens that were read. Empty if the rank has no engine."""
+        taken = {"decode": self._decode, "prefill": self._prefill}
+        self._decode, self._prefill = [0.0] * 5, [0.0] * 4
+        return {name: sums for name, sums in taken.items() if sums[0]}
 
 
 class Ledger:

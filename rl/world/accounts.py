@@ -8,7 +8,7 @@ import threading
 from dataclasses import dataclass
 
 from rl.watch.heart import HEART
-from rl.watch.ledger import RankAccount
+from rl.watch.ledger import EngineSteps, RankAccount
 from rl.world.messages import Letter, Mailbox, Message
 from rl.world.progress import Progress
 
@@ -20,6 +20,7 @@ class LedgerOfStep(Message):
     version: int
     roles: str
     seconds: dict[str, float]  # by account; see rl/watch/ledger.py
+    engine: dict[str, list[float]]
 
 
 class Accounts:
@@ -27,13 +28,15 @@ class Accounts:
 
     def __init__(self, mail: Mailbox, progress: Progress):
         self._mail, self._progress = mail, progress
+        self.engine_steps = EngineSteps()  # of this rank; only the lead of an engine adds some
         self._found: dict[int, dict[int, RankAccount]] = {}  # version -> rank -> ledger
         self._lock = threading.Lock()
         mail.on(LedgerOfStep, self._on_ledger)  # in the I/O thread
 
     def close_window(self, leader: int, version: int) -> None:
         """Send what this rank did since the last call. Called when the sync of `version` begins."""
-        self._mail.send(leader, LedgerOfStep(version, self._progress.roles, HEART.ledger.take()))
+        ledger = LedgerOfStep(version, self._progress.roles, HEART.ledger.take(), self.engine_steps.take())
+        self._mail.send(leader, ledger)
 
     def take(self, version: int) -> list[RankAccount]:
         """Return the ledgers of the window that ended when the sync of `version` began, ordered by rank."""
@@ -46,4 +49,4 @@ class Accounts:
         ledger = letter.message
         with self._lock:
             window = self._found.setdefault(ledger.version, {})
-            window[letter.source] = RankAccount(letter.source, ledger.roles, ledger.seconds)
+            window[letter.source] = RankAccount(letter.source, ledger.roles, ledger.seconds, ledger.engine)

@@ -3,6 +3,7 @@
 import ast
 import json
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from rl.report.accounting import ACCOUNTING, MAX_RANKS, AccountingFile, describe
 from rl.rollout.dispatch import BatchTime
 from rl.run.reporter import find_slowest
 from rl.watch.heart import HEART, Heart
-from rl.watch.ledger import DISK, NETWORK, Awaited, Ledger, RankAccount
+from rl.watch.ledger import DISK, NETWORK, Awaited, EngineSteps, Ledger, RankAccount
 from rl.world.messages import waiting
 from tests.mails import Mark, connected_worlds, take
 
@@ -132,7 +133,7 @@ def test_ledgers_reach_the_leader_before_what_follows_them(monkeypatch: pytest.M
             take(worlds[1].mail, Mark)
         leader = worlds[1].accounts
         found = leader.take(2)
-        assert [(rank, roles) for rank, roles, _ in found] == [(0, "rollout"), (1, "actor"), (2, "rollout")]
+        assert [(one.rank, one.roles) for one in found] == [(0, "rollout"), (1, "actor"), (2, "rollout")]
         assert [one.wall_s for one in found] == [2.0, 2.0, 2.0]
         assert leader.take(1) == [] and not leader._found, "older windows are dropped"
         assert worlds[0].accounts.take(2) == []
@@ -169,10 +170,16 @@ def test_the_file_has_a_line_per_step_and_is_bounded(tmp_path: Path) -> None:
     def lines() -> list[dict]:
         return [json.loads(line) for line in (tmp_path / ACCOUNTING).read_text().splitlines()]
 
-    two = [account(0, "rollout", busy_rollout=6, wait_actor=3), account(1, "actor", busy_update=4.0000004)]
+    steps = EngineSteps()
+    for count, seconds in ((4, 3.0), (2, 2.0)):
+        steps.add_decode(count, seconds)
+    steps.add_prefill(4, 5.0, 100)
+    engine = replace(account(0, "rollout", busy_rollout=6, wait_actor=3), engine=steps.take())
+    assert steps.take() == {}
+    two = [engine, account(1, "actor", busy_update=4.0000004)]
     file = AccountingFile(tmp_path, 0)
     for step in (1, 2, 3):
-        file.write(step, two, ["n0", "n1"], "rollout-bound")
+        file.write(two, ["n0", "n1"], {"step": step, "bound": "rollout-bound"})
     file.close()
     assert lines()[2] == {
         "step": 3,
@@ -181,20 +188,21 @@ def test_the_file_has_a_line_per_step_and_is_bounded(tmp_path: Path) -> None:
             "rollout": {"ranks": 1, "seconds": {"busy/rollout": 6, "wait/actor": 3}},
             "actor": {"ranks": 1, "seconds": {"busy/update": 4.0}},
         },
+        "engine": {"decode": [2, 6, 20, 5, 16], "prefill": [1, 4, 5, 100]},
         "ranks": [
             {"rank": 0, "node": 0, "seconds": {"busy/rollout": 6, "wait/actor": 3}},
             {"rank": 1, "node": 1, "seconds": {"busy/update": 4.0}},
         ],
     }
     file = AccountingFile(tmp_path, 2)  # a resumed run writes step 3 again
-    file.write(3, two, ["n0", "n1"], "")
+    file.write(two, ["n0", "n1"], {"step": 3})
     file.close()
     assert [line["step"] for line in lines()] == [1, 2, 3]
 
     many = [account(rank, "rollout", busy_rollout=rank + 1, wait_actor=1) for rank in range(1000)]
     file = AccountingFile(tmp_path, 0, max_bytes=200_000)
     for step in range(1, 200):
-        file.write(step, many, ["host"] * 1000, "")
+        file.write(many, ["host"] * 1000, {"step": step})
     file.close()
     found = lines()
     assert (tmp_path / ACCOUNTING).stat().st_size <= 200_000

@@ -221,6 +221,8 @@ def test_an_actor_trains_while_it_waits_for_groups() -> None:
         gathered = rollouts.gather(rollouts.start(prompts, Sampling(1, 1.0, 4), version=3))
         thread.join()
         assert sorted(gathered.groups) == [0, 1, 2, 3]
+        (batch_time,) = rollouts.take_times()
+        assert batch_time.trained_s >= 3 * 0.05, "it did not wait for sampling in that time"
         assert update.events == [
             *(("version", 3), ("group", 2), ("group", 0), ("group", 1)),
             *(("train", [0], True), ("train", [1], True), ("train", [2], True), "save", ("group", 3)),
