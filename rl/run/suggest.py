@@ -355,7 +355,7 @@ def _allowed(
 
 
 def _choose(run: MeasuredRun, options: Sequence[Option]) -> Option | None:
-    """Return the option with the least lag among the fastest ones, then that most like the run. None: all gain little."""
+    """Return the option with the least lag among the fastest, then that most like the run. None: all gain little."""
     fastest = max((option.gain for option in options), default=0.0)
     if fastest < MIN_GAIN:
         return None
