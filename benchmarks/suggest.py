@@ -1,6 +1,6 @@
 """Start runs badly, ask tools/suggest_placement.py, and run what it suggests, on modelled time. Prints one JSON line.
 
-    python benchmarks/suggest.py [--ranks 8] [--mean 48] [--steps 16] [--step-ms 20] [--start NAME]
+    python benchmarks/suggest.py [--ranks 8] [--mean 32] [--steps 16] [--step-ms 20] [--start NAME]
 
 Every run has its own torchrun. World, mailbox, dispatcher, rollout service, schedule, sampler, balancing, accounting
 and metrics are real. Engines, learner and weight sync only sleep, so that the ranks can share few cores. Lengths are
@@ -68,7 +68,7 @@ from rl.rollout.sampler import Sampler
 from rl.rollout.schedule import Schedule, plan_schedule
 from rl.rollout.service import RolloutService
 from rl.run.reporter import Reporter
-from rl.run.suggest import NUM_WARM_UP
+from rl.run.suggest import count_warm_up
 from rl.watch.heart import HEART
 from rl.world.bootstrap import enable_garbage_collection
 from rl.world.messages import Letter, Message
@@ -229,10 +229,11 @@ def make_config(args: argparse.Namespace, placement: Mapping[str, str], changes:
     settings = [f"placement.{roles}={ranks}" for roles, ranks in placement.items()]
     if any(change.startswith("placement.") for change in changes):
         settings = []
-    settings += [f"train.num_prompts_per_step={num_prompts}", f"train.num_steps={args.steps}"]
+    settings += [f"train.num_prompts_per_step={num_prompts}"]
     settings += [f"rollout.num_samples_per_prompt={NUM_SAMPLES}", f"rollout.max_new_tokens={MAX_OVER_MEAN * args.mean}"]
     settings += [f"rollout.max_num_seqs={2 * num_prompts * NUM_SAMPLES}", "metrics.samples_interval=0"]
-    return load_config(None, [*settings, *changes])
+    config = load_config(None, [*settings, *changes])
+    return load_config(None, [*settings, *changes, f"train.num_steps={args.steps + count_warm_up(config)}"])
 
 
 def make_costs(args: argparse.Namespace, start: Start) -> Costs:
@@ -261,8 +262,7 @@ def measure(args: argparse.Namespace, start: Start, changes: list[str], folder: 
     told = {"args": vars(args), "placement": start.placement, "changes": changes, "folder": str(folder)}
     told["costs"] = asdict(make_costs(args, start))
     run_torchrun(args.ranks, str(Path(__file__).resolve()), "--rank-of", json.dumps(told), quiet=True)
-    rows = [row for row in read_metrics(folder / METRICS) if row["step"] > NUM_WARM_UP]
-    return fmean(row["time/step"] for row in rows)
+    return fmean(row["time/step"] for row in read_metrics(folder / METRICS)[-args.steps :])
 
 
 def compare(args: argparse.Namespace, start: Start, folder: Path) -> dict[str, Any]:
@@ -288,8 +288,10 @@ def compare(args: argparse.Namespace, start: Start, folder: Path) -> dict[str, A
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--mean", type=int, default=48, help="mean length of a response, in tokens")
-    parser.add_argument("--steps", type=int, default=16, help=f"of each run; the first {NUM_WARM_UP} are not measured")
+    parser.add_argument("--mean", type=int, default=32, help="mean length of a response, in tokens")
+    parser.add_argument(
+        "--steps", type=int, default=16, help="measured after a warm-up, whose length depends on Q and K"
+    )
     parser.add_argument("--step-ms", type=float, default=20.0, help="time of a decode step, evenly split")
     parser.add_argument("--start", choices=[*make_starts(4)], help="run only this one")
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)

@@ -16,11 +16,10 @@ from rl.report.describe import show
 from rl.report.histogram import Histogram
 from rl.report.metrics_writer import MetricsWriter
 from rl.report.profile import profiled
+from rl.report.rows import ROLLOUTS
 from rl.rollout.collect import Rollouts
 from rl.rollout.dispatch import BatchTime
 from rl.world.world import World
-
-ROLLOUTS = "rollouts"  # subfolder of the run
 
 
 def rollout_file(step: int, rank: int) -> str:
