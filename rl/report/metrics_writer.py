@@ -37,7 +37,8 @@ class MetricsWriter:
         self._run_dir = run_dir
         self._rows = RowFile(run_dir, step, continues)
         self._events = EventWriter(run_dir, step + 1 if step or continues else 0)
-        rewards = [row["reward/mean"] for row in self._rows.kept if "reward/mean" in row]
+        self.kept_rows = self._rows.kept  # of earlier starts of the run
+        rewards = [row["reward/mean"] for row in self.kept_rows if "reward/mean" in row]
         self._console = RunConsole(run_dir.name, num_steps, rewards)
         self._sinks: list[Sink] = [self._events, *others]
 

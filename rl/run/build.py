@@ -6,6 +6,7 @@ only trains does not import vLLM.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import msgspec
 import torch
@@ -26,6 +27,8 @@ from rl.learner.overlap import OverlappedUpdate, why_overlap_waits
 from rl.learner.policy import PolicyTrainer
 from rl.learner.scoring import Scorer
 from rl.model.shards import TensorInfo
+from rl.report.events import read_events
+from rl.report.health import Finding, Health
 from rl.report.metrics_writer import MetricsWriter
 from rl.report.rows import METRICS, last_step
 from rl.report.writers import open_writers
@@ -40,13 +43,13 @@ from rl.rollout.schedule import Schedule, ScheduleState, describe_lag, plan_sche
 from rl.run.actor import Actor
 from rl.run.models import build_critic, build_learner, build_scorer, load_reference
 from rl.run.open import Run
-from rl.run.reporter import Reporter
+from rl.run.reporter import HealthWatch, Reporter
 from rl.run.serve import build_rollout_service, build_sync
 from rl.sync.weights import WeightSource, share_tensors
 from rl.watch.heart import HEART
 from rl.watch.reports import ServiceUnavailable
 from rl.world.bootstrap import enable_garbage_collection
-from rl.world.orders import Action
+from rl.world.orders import Action, Order
 from rl.world.restarts import launcher_process
 
 
@@ -94,16 +97,25 @@ def build_actor(run: Run, trains: bool = True) -> Actor:
     rollouts = Rollouts(run.world, run.placement, num_mini_batches, service, execute, balancer, all_failed, overlap)
     if run.stored is not None and run.data is not None:
         rollouts.use_archive(run.stored.groups, samples=functools.partial(_skip_missing, run))
+    sampler = build_sampler(run, rollouts, trains)
+
+    def end_run(finding: Finding) -> None:
+        """Have all actors end the run while they wait for the next rollouts. After the last step, nothing is left."""
+        checkpoints.failure = finding.text
+        mail.send(run.world.rank, Order("save and fail" if finding.is_worth_saving else "fail"))
+
+    writer = _build_writer(run, rollouts) if trains else None
+    health = _build_health(run, writer, sampler.max_lag, end_run) if writer is not None else None
     actor = Actor(
         config,
         learner,
         critic,
         scorer,
-        build_sampler(run, rollouts, trains),
+        sampler,
         sync,
         checkpoints,
         build_evaluation(run, rollouts) if has_engines else None,
-        _build_reporter(run, rollouts, start_step, trains),
+        Reporter(run.world, config, run.folder, run.tokenizer, rollouts, writer, run.placement.actors, health),
         start_step,
         last_step,
         is_evaluated=not has_engines or (resume is not None and resume.manifest.state["is_evaluated"]),
@@ -252,14 +264,32 @@ def _announce_repetition(run: Run, step: int) -> None:
         print(f"oneworld: {steps} done again, because {reason}", flush=True)
 
 
-def _build_reporter(run: Run, rollouts: Rollouts, step: int, trains: bool) -> Reporter:
-    writer = None
-    if run.data is not None and trains and not run.config.debug.dry_run:
-        _announce_repetition(run, step)
-        run.world.collect_gpus()
-        run.folder.mkdir(parents=True, exist_ok=True)
-        is_phase = run.phase.name != "both"
-        others = open_writers(run.config, run.folder, is_new=not step)
-        writer = MetricsWriter(run.folder, run.config.train.num_steps, step, others, continues=is_phase)
-        run.world.at_end(lambda: writer.close(rollouts.engine_name))
-    return Reporter(run.world, run.config, run.folder, run.tokenizer, rollouts, writer, run.placement.actors)
+def _build_writer(run: Run, rollouts: Rollouts) -> MetricsWriter | None:
+    """Build the writer of metrics on the leader."""
+    step = run.start_step
+    if run.data is None or run.config.debug.dry_run:
+        return None
+    _announce_repetition(run, step)
+    run.world.collect_gpus()
+    run.folder.mkdir(parents=True, exist_ok=True)
+    is_phase = run.phase.name != "both"
+    others = open_writers(run.config, run.folder, is_new=not step)
+    writer = MetricsWriter(run.folder, run.config.train.num_steps, step, others, continues=is_phase)
+    run.world.at_end(lambda: writer.close(rollouts.engine_name))
+    return writer
+
+
+def _build_health(run: Run, writer: MetricsWriter, max_lag: int, end_run: Callable[[Finding], None]) -> HealthWatch:
+    """Build the health rules, in the state in which earlier starts of this run have left them."""
+    health = Health(run.config, max_lag)
+    # Without a checkpoint, only the starts of this launch belong to the run.
+    first = 0.0 if run.start_step else launcher_process().create_time()
+    notes = [event for event in read_events(run.folder) if event.text.startswith("health.") and event.at >= first]
+    health.restore(writer.kept_rows, [(event.step, event.text) for event in notes])
+
+    def summarize() -> None:
+        if summary := health.summary():
+            print(f"oneworld: {summary}", flush=True)
+
+    run.world.at_end(summarize)
+    return HealthWatch(health, writer, end_run)

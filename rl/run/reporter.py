@@ -1,7 +1,7 @@
 """Write the reports of an actor rank: metrics, samples, saved rollouts and profiles."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from rl.data.batch import Batch
 from rl.data.group_file import groups_to_bytes, split_groups
 from rl.data.prompts import Tokenizer
 from rl.report.describe import show
+from rl.report.health import Finding, Health
 from rl.report.metrics_writer import MetricsWriter
 from rl.report.profile import profiled
 from rl.rollout.collect import Rollouts
@@ -25,6 +26,25 @@ def rollout_file(step: int, rank: int) -> str:
     return f"step_{step}.rank_{rank}.safetensors"
 
 
+class HealthWatch:
+    """Check the health rules on the leader: pass on warnings, and end the run once if a rule says so."""
+
+    def __init__(self, health: Health, writer: MetricsWriter, end_run: Callable[[Finding], None]):
+        self._health, self._writer, self._end_run = health, writer, end_run
+        self._is_ending = False
+
+    def check(self, step: int, values: Mapping[str, float]) -> dict[str, float]:
+        """Check the rules after a step, and return their metrics."""
+        for finding in self._health.check(step, values):
+            is_end = finding.is_stop and not self._is_ending
+            if is_end or not finding.is_stop:
+                self._writer.note("stop" if is_end else "warning", step, finding.text)
+            if is_end:
+                self._is_ending = True
+                self._end_run(finding)
+        return self._health.metrics()
+
+
 class Reporter:
     """Write the reports of an actor. Only the leader has a metrics writer, and only in a training run."""
 
@@ -37,13 +57,11 @@ class Reporter:
         rollouts: Rollouts,
         writer: MetricsWriter | None,
         actors: Sequence[int] = (0,),
+        health: HealthWatch | None = None,
     ):
         self._world, self._config, self._folder = world, config, folder
         self._tokenizer, self._rollouts, self._writer, self._actors = tokenizer, rollouts, writer, actors
-
-    @property
-    def is_writing(self) -> bool:
-        return self._writer is not None
+        self._health = health
 
     def profile(self) -> AbstractContextManager[None]:
         """Profile the step if debug.profile_step and debug.profile_num_steps select it."""
@@ -82,7 +100,10 @@ class Reporter:
             values |= measure_waits(seconds, self._rollouts.take_times())
             if metrics.samples_interval and (step - 1) % metrics.samples_interval == 0:
                 self._writer.write_text("rollout/samples", show(batch, self._tokenizer, metrics.num_samples), step)
-        self._writer.write(step, version, values | seconds | self._world.take_gpus())
+        values = values | seconds | self._world.take_gpus()
+        if self._health is not None:
+            values |= self._health.check(step, values)
+        self._writer.write(step, version, values)
 
     def _name(self) -> str:
         return f"step_{self._world.step}.rank_{self._world.rank}"

@@ -5,7 +5,8 @@ The board also receives reports of dead and silent ranks. It prints one report a
 A watchdog kills a rank that does not exit by itself, so a stuck collective cannot keep the world alive.
 
 torchrun restarts workers after any failure. So the watchdog of each node's first rank stops the torchrun agent after a
-fatal error (bad settings, Ctrl-C, the same error at the same step twice). `FATAL` in the run's folder says why.
+fatal error (bad settings, Ctrl-C, a health rule, the same error at the same step twice). `FATAL` in the run's folder
+says why.
 """
 
 import bdb
@@ -26,7 +27,7 @@ from rl.common.json_channel import JsonChannel
 from rl.common.waiting import wait_until_readable
 from rl.config.schema import ConfigError
 from rl.watch.gpu import GpuUse
-from rl.watch.reports import Cause, Report, ServiceUnavailable
+from rl.watch.reports import Cause, Report, ServiceUnavailable, UnhealthyRun
 from rl.world.debugger import Debugger
 from rl.world.messages import Mailbox, PeerLost
 from rl.world.progress import Progress
@@ -116,7 +117,7 @@ class FaultReporter:
             cause = "interrupt"
         elif isinstance(error, Stopped):
             cause = "stopped"
-        elif isinstance(error, ConfigError):
+        elif isinstance(error, ConfigError | UnhealthyRun):
             cause = "fatal"
         elif isinstance(error, ServiceUnavailable):
             cause = "unavailable"
