@@ -581,7 +581,7 @@ class HealthConfig:
     )
     num_steps: int = key(10, "Number of recent steps that a rule looks at. It is silent before.", POSITIVE)
     min_entropy: float = key(
-        0.02, "entropy: smallest entropy per token while the mean reward is below 0.9.", NOT_NEGATIVE
+        0.02, "entropy: smallest entropy per token while the mean reward is below 0.9 and does not rise.", NOT_NEGATIVE
     )
     max_mismatch_kl: float = key(
         0.02,

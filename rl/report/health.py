@@ -20,7 +20,7 @@ Action = Literal["warn", "stop", "off"]
 STOPPED = "ended the run"  # in the text of an event of a rule that has ended the run
 MEMORY_WINDOWS = 10  # host_memory looks at this many times health.num_steps
 MIN_NORMS = 5  # gradient norms that a spike is compared with, at least
-SOLVED = 0.9  # mean reward from which a low entropy is no collapse
+SOLVED = 0.9  # mean reward from which a low entropy counts as success, not as a collapse
 EXACT = 1e-6  # largest difference of a mean reward from 0 or 1 that counts as none
 
 
@@ -175,13 +175,16 @@ class _Rules:
         return Seen(text, self.count)
 
     def entropy(self, recent: Recent) -> Seen | None:
-        limit, rewards = self.config.health.min_entropy, recent.last("reward/mean", self.count)
+        limit, rewards = self.config.health.min_entropy, recent.last("reward/mean", 2 * self.count)
         entropies = recent.last("policy/entropy", self.count)
-        if not entropies or max(entropies) >= limit or statistics.fmean(rewards) >= SOLVED:
+        if not entropies or not rewards or max(entropies) >= limit:
             return None
-        newest, reward = entropies[-1], statistics.fmean(rewards)
-        text = f"the policy has collapsed: its entropy per token is {newest:.2g}, below health.min_entropy = {limit:g}"
-        return Seen(f"{text}, and the mean reward is {reward:.2g}", self.count)
+        before, now = (statistics.fmean(part) for part in (rewards[: self.count], rewards[self.count :]))
+        if now >= SOLVED or now > before:  # a policy that still learns, or has learnt all, may be certain
+            return None
+        text = f"the policy has collapsed: its entropy per token is {entropies[-1]:.2g}"
+        text += f", below health.min_entropy = {limit:g}, and the mean reward is {now:.2g} and does not rise"
+        return Seen(text, self.count)
 
     def mismatch(self, recent: Recent) -> Seen | None:
         limit = self.config.health.max_mismatch_kl

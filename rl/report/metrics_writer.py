@@ -6,6 +6,7 @@ from typing import Protocol
 
 from rl.report.console import RunConsole
 from rl.report.events import Kind, write_event
+from rl.report.prometheus import PrometheusEndpoint
 from rl.report.rows import RowFile
 from rl.report.tensorboard import EventWriter
 
@@ -22,7 +23,7 @@ class MetricsWriter:
     """Write the metrics of a run. Only the leader has a writer.
 
     `step` is the step from which the run resumes; 0: it starts over, unless this command `continues` a run in phases.
-    `others` get the metrics too.
+    `others` and the endpoint for Prometheus get the metrics too.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class MetricsWriter:
         step: int = 0,
         others: Sequence[Sink] = (),
         continues: bool = False,
+        endpoint: PrometheusEndpoint | None = None,
     ):
         run_dir.mkdir(parents=True, exist_ok=True)
         self._run_dir = run_dir
@@ -41,12 +43,17 @@ class MetricsWriter:
         rewards = [row["reward/mean"] for row in self.kept_rows if "reward/mean" in row]
         self._console = RunConsole(run_dir.name, num_steps, rewards)
         self._sinks: list[Sink] = [self._events, *others]
+        self._endpoint = endpoint
+        if endpoint is not None and endpoint.warning:
+            self.note("warning", step, endpoint.warning)
 
     def write(self, step: int, version: int, values: Mapping[str, float]) -> None:
         """Write a step's metrics. `version` is the newest published version, from which the next step samples."""
         self._rows.write(step, version, values)
         for sink in self._sinks:
             sink.write(step, values)
+        if self._endpoint is not None:
+            self._endpoint.write(step, version, values)
         self._console.write(step, values)
 
     def write_text(self, name: str, text: str, step: int) -> None:
@@ -67,3 +74,5 @@ class MetricsWriter:
         self._rows.close()
         for sink in self._sinks:
             sink.close()
+        if self._endpoint is not None:
+            self._endpoint.close()

@@ -30,6 +30,7 @@ from rl.model.shards import TensorInfo
 from rl.report.events import read_events
 from rl.report.health import Finding, Health
 from rl.report.metrics_writer import MetricsWriter
+from rl.report.prometheus import PrometheusEndpoint
 from rl.report.rows import METRICS, last_step
 from rl.report.writers import open_writers
 from rl.rewards.find import read_rules
@@ -274,7 +275,11 @@ def _build_writer(run: Run, rollouts: Rollouts) -> MetricsWriter | None:
     run.folder.mkdir(parents=True, exist_ok=True)
     is_phase = run.phase.name != "both"
     others = open_writers(run.config, run.folder, is_new=not step)
-    writer = MetricsWriter(run.folder, run.config.train.num_steps, step, others, continues=is_phase)
+    metrics = run.config.metrics
+    endpoint = (
+        PrometheusEndpoint(metrics.prometheus_address, metrics.prometheus_port) if metrics.prometheus_port else None
+    )
+    writer = MetricsWriter(run.folder, run.config.train.num_steps, step, others, is_phase, endpoint)
     run.world.at_end(lambda: writer.close(rollouts.engine_name))
     return writer
 

@@ -54,8 +54,9 @@ FAULTS: dict[str, tuple[Callable[[int], Row], int, str]] = {  # rows, the step a
     "no_signal": (steady(reward__no_signal=1.0), 10, "all rewards of a group were equal, in every group"),
     "entropy": (
         lambda step: GOOD | {"policy/entropy": 0.5 if step < 8 else 0.004},
-        17,
-        "its entropy per token is 0.004, below health.min_entropy = 0.02, and the mean reward is 0.4 (since step 8)",
+        20,
+        "its entropy per token is 0.004, below health.min_entropy = 0.02, and the mean reward is 0.4 and does not rise "
+        "(since step 11)",
     ),
     "mismatch": (
         steady(policy__mismatch_kl=0.3),
@@ -143,6 +144,11 @@ def test_what_is_no_fault(values: Row, max_lag: int) -> None:
     assert run(rules_of(max_lag=max_lag), [GOOD | values] * 120) == []
 
 
+def test_a_policy_that_is_certain_and_still_learns_has_not_collapsed() -> None:
+    rows = [GOOD | {"reward/mean": step / 50, "policy/entropy": 0.001} for step in range(1, 40)]
+    assert run(rules_of(), rows) == []
+
+
 def test_small_gradients_that_grow_are_no_spike() -> None:
     rows = [GOOD | {"optim/grad_norm": 0.9 if step == 20 else 0.001} for step in range(1, 40)]
     assert run(rules_of(), rows) == []
@@ -177,7 +183,7 @@ def test_skipped_steps_stop_the_run_after_five_in_a_row() -> None:
 def test_a_rule_that_stops_ends_the_run_at_once_and_says_whether_its_step_is_worth_saving() -> None:
     ((step, finding), *_) = run(rules_of("health.actions={truncation: stop}"), [GOOD | {"rollout/truncated": 1}] * 11)
     assert (step, finding.is_stop, finding.is_worth_saving) == (10, True, True)
-    rows = [FAULTS["entropy"][0](step) for step in range(1, 18)]
+    rows = [FAULTS["entropy"][0](step) for step in range(1, 21)]
     ((_, finding),) = run(rules_of("health.actions={entropy: stop}"), rows)
     assert (finding.is_stop, finding.is_worth_saving) == (True, False)
 
