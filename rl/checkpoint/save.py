@@ -26,6 +26,7 @@ from rl.checkpoint.manifest import CheckpointError, File, Manifest, step_folder
 from rl.checkpoint.snapshot import HostCopier, Snapshot
 from rl.checkpoint.store import POLL_S, CheckpointStore
 from rl.checkpoint.write import CheckpointWriter, RunDescription, StoredFile
+from rl.common.events import write_event
 from rl.placement.roles import Placement
 from rl.watch.heart import OWN
 from rl.world.faults import Stopped
@@ -184,6 +185,7 @@ class Saver:
         if old:
             store.call_all(CheckpointDirectory.remove, save_id, old)
             self.steps -= set(old)
+        write_event(store.root.parent, "checkpoint", step, f"step {step} is saved")
         self._warn_about_copies(files)
         for rank in self._placement.actors:
             self._mail.send(rank, StepCommitted())

@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from rl.common.events import Event
 from rl.common.text import count_of
 from rl.config.schema import Config
 
 Action = Literal["warn", "stop", "off"]
-STOPPED = "ended the run"  # in the text of an event of a rule that has ended the run
+PREFIX = "health."  # begins the text of an event, and is followed by the name of the rule
 MEMORY_WINDOWS = 10  # host_memory looks at this many times health.num_steps
 MIN_NORMS = 5  # gradient norms that a spike is compared with, at least
 SOLVED = 0.9  # mean reward from which a low entropy counts as success, not as a collapse
@@ -95,14 +96,14 @@ class Health:
         self._recent = Recent(max(MEMORY_WINDOWS * config.health.num_steps, config.health.max_skipped_steps))
         self._said: dict[str, int] = {}  # steps at which an earlier start, whose later steps are lost, has warned
 
-    def restore(self, rows: Iterable[Mapping[str, Any]], notes: Iterable[tuple[int, str]] = ()) -> None:
-        """Continue after these rows of metrics.jsonl. `notes` are the steps and texts of earlier warnings and stops.
+    def restore(self, rows: Iterable[Mapping[str, Any]], events: Iterable[Event] = ()) -> None:
+        """Continue after these rows of metrics.jsonl. `events` are all events of the run.
 
         A run that a rule has ended, and that was resumed, is judged by its new steps alone.
         """
-        notes = list(notes)
-        self._said = {text.partition(":")[0].removeprefix("health."): step for step, text in notes}
-        stopped = max((step for step, text in notes if STOPPED in text), default=0)
+        own = [event for event in events if event.text.startswith(PREFIX) and event.kind in ("warning", "stop")]
+        self._said = {event.text.partition(":")[0].removeprefix(PREFIX): event.step for event in own}
+        stopped = max((event.step for event in own if event.kind == "stop"), default=0)
         for row in rows:
             if row["step"] > stopped:
                 self.check(row["step"], row)
@@ -139,8 +140,8 @@ class Health:
         if not is_stop and (not is_new or step <= self._said.get(name, 0)):
             return None
         again = f" It fired before, up to step {state.ended}." if state.ended and is_new else ""
-        end = f" This rule {STOPPED} (health.actions)." if is_stop else ""
-        text = f"health.{name}: {seen.text} (since step {state.since}).{again} What to try: {rule.remedy}.{end}"
+        end = " This rule ends the run (health.actions)." if is_stop else ""
+        text = f"{PREFIX}{name}: {seen.text} (since step {state.since}).{again} What to try: {rule.remedy}.{end}"
         return Finding(name, text, is_stop, rule.is_worth_saving)
 
     def _action(self, name: str) -> str:

@@ -4,11 +4,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from rl.common.events import Kind, write_event
 from rl.report.console import RunConsole
-from rl.report.events import Kind, write_event
+from rl.report.histogram import Histogram
 from rl.report.prometheus import PrometheusEndpoint
 from rl.report.rows import RowFile
 from rl.report.tensorboard import EventWriter
+
+ACCURACY = "eval/accuracy"  # every evaluation has it
 
 
 class Sink(Protocol):
@@ -36,7 +39,7 @@ class MetricsWriter:
         endpoint: PrometheusEndpoint | None = None,
     ):
         run_dir.mkdir(parents=True, exist_ok=True)
-        self._run_dir = run_dir
+        self._run_dir, self._num_steps, self._step = run_dir, num_steps, step
         self._rows = RowFile(run_dir, step, continues)
         self._events = EventWriter(run_dir, step + 1 if step or continues else 0)
         self.kept_rows = self._rows.kept  # of earlier starts of the run
@@ -47,11 +50,20 @@ class MetricsWriter:
         if endpoint is not None and endpoint.warning:
             self.note("warning", step, endpoint.warning)
 
-    def write(self, step: int, version: int, values: Mapping[str, float]) -> None:
-        """Write a step's metrics. `version` is the newest published version, from which the next step samples."""
-        self._rows.write(step, version, values)
+    def write(
+        self, step: int, version: int, values: Mapping[str, float], histograms: Mapping[str, Histogram] | None = None
+    ) -> None:
+        """Write a step's metrics. `version` is the newest published version, from which the next step samples.
+        Histograms go to metrics.jsonl and TensorBoard only."""
+        self._step = step
+        histograms = histograms or {}
+        self._rows.write(step, version, values, histograms)
+        if ACCURACY in values:
+            self.note("evaluation", step, f"{ACCURACY} {values[ACCURACY]:.4g}")
         for sink in self._sinks:
             sink.write(step, values)
+        for name, histogram in histograms.items():
+            self._events.write_histogram(name, histogram, step)
         if self._endpoint is not None:
             self._endpoint.write(step, version, values)
         self._console.write(step, values)
@@ -66,7 +78,8 @@ class MetricsWriter:
             self._console.warn(text)
 
     def close(self, engine_name: str) -> None:
-        """Print a summary and close the files."""
+        """Note the end of the run, print a summary and close the files."""
+        self.note("end", self._step, f"step {self._step} of {self._num_steps} is done")
         self._console.close(engine_name)
         self.close_files()
 

@@ -7,6 +7,7 @@ only trains does not import vLLM.
 import dataclasses
 import functools
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import torch
@@ -18,6 +19,7 @@ from rl.checkpoint.checkpoints import Checkpoints
 from rl.checkpoint.resume import Resume, check_prompts, read_groups, restore
 from rl.checkpoint.save import Saver
 from rl.checkpoint.write import RunDescription, read_hf_files
+from rl.common.events import EVENTS
 from rl.common.text import count_of
 from rl.config.schema import Config, ConfigError
 from rl.data.prompts import PromptStream
@@ -27,7 +29,7 @@ from rl.learner.overlap import OverlappedUpdate, why_overlap_waits
 from rl.learner.policy import PolicyTrainer
 from rl.learner.scoring import Scorer
 from rl.model.shards import TensorInfo
-from rl.report.events import read_events
+from rl.report.events import begin_events, read_events
 from rl.report.health import Finding, Health
 from rl.report.metrics_writer import MetricsWriter
 from rl.report.prometheus import PrometheusEndpoint
@@ -58,6 +60,8 @@ def build_actor(run: Run, trains: bool = True) -> Actor:
     """Build an actor. With `trains` False, it only evaluates, and writes no metrics of the run."""
     config, mail, resume = run.config, run.world.mail, run.resume
     HEART.describe(num_steps=config.train.num_steps if trains else 0)
+    if run.data is not None and trains and not config.debug.dry_run:
+        _begin_story(run)
     # Load the reference after the engine, which measures the free device memory while it is built.
     reference = functools.cache(lambda: load_reference(run))
     learner = build_learner(run, reference)
@@ -253,16 +257,32 @@ def build_evaluation(run: Run, rollouts: Rollouts) -> Evaluation | None:
     return Evaluation(run.world.mail, run.placement, config, rollouts, run.tokenizer, run.folder, first)
 
 
-def _announce_repetition(run: Run, step: int) -> None:
-    """Print which steps were done before, but are not in the checkpoint of `step`. Called on the leader."""
+def _begin_story(run: Run) -> None:
+    """Note the start of this attempt in events.jsonl. Print which steps are done again. Called on the leader."""
+    step = run.start_step
+    repetition = _describe_repetition(run, step)
+    if repetition:
+        print(f"oneworld: {repetition}", flush=True)
+    run.folder.mkdir(parents=True, exist_ok=True)
+    is_restart = run.phase.name != "both" or _is_of_this_launch(run.folder / EVENTS)
+    begin_events(run.folder, step, run.world.attempt, run.world.id, repetition, is_restart)
+
+
+def _describe_repetition(run: Run, step: int) -> str:
+    """Say which steps were done before, but are not in the checkpoint of `step`. Return "" if none were."""
     metrics = run.folder / METRICS
-    if not step and not (metrics.exists() and metrics.stat().st_mtime >= launcher_process().create_time()):
-        return  # a new run, whatever an earlier launch has left in its folder
+    if not step and not _is_of_this_launch(metrics):
+        return ""  # a new run, whatever an earlier launch has left in its folder
     last = min(last_step(metrics), run.config.train.num_steps)
-    if last > step:
-        steps = f"step {last} is" if last == step + 1 else f"steps {step + 1} to {last} are"
-        reason = f"the last checkpoint is that of step {step}" if step else "no checkpoint was saved"
-        print(f"oneworld: {steps} done again, because {reason}", flush=True)
+    if last <= step:
+        return ""
+    steps = f"step {last} is" if last == step + 1 else f"steps {step + 1} to {last} are"
+    reason = f"the last checkpoint is that of step {step}" if step else "no checkpoint was saved"
+    return f"{steps} done again, because {reason}"
+
+
+def _is_of_this_launch(file: Path) -> bool:
+    return file.exists() and file.stat().st_mtime >= launcher_process().create_time()
 
 
 def _build_writer(run: Run, rollouts: Rollouts) -> MetricsWriter | None:
@@ -270,9 +290,7 @@ def _build_writer(run: Run, rollouts: Rollouts) -> MetricsWriter | None:
     step = run.start_step
     if run.data is None or run.config.debug.dry_run:
         return None
-    _announce_repetition(run, step)
     run.world.collect_gpus()
-    run.folder.mkdir(parents=True, exist_ok=True)
     is_phase = run.phase.name != "both"
     others = open_writers(run.config, run.folder, is_new=not step)
     metrics = run.config.metrics
@@ -287,10 +305,7 @@ def _build_writer(run: Run, rollouts: Rollouts) -> MetricsWriter | None:
 def _build_health(run: Run, writer: MetricsWriter, max_lag: int, end_run: Callable[[Finding], None]) -> HealthWatch:
     """Build the health rules, in the state in which earlier starts of this run have left them."""
     health = Health(run.config, max_lag)
-    # Without a checkpoint, only the starts of this launch belong to the run.
-    first = 0.0 if run.start_step else launcher_process().create_time()
-    notes = [event for event in read_events(run.folder) if event.text.startswith("health.") and event.at >= first]
-    health.restore(writer.kept_rows, [(event.step, event.text) for event in notes])
+    health.restore(writer.kept_rows, read_events(run.folder))
 
     def summarize() -> None:
         if summary := health.summary():

@@ -12,6 +12,7 @@ from rl.data.group_file import groups_to_bytes, split_groups
 from rl.data.prompts import Tokenizer
 from rl.report.describe import show
 from rl.report.health import Finding, Health
+from rl.report.histogram import Histogram
 from rl.report.metrics_writer import MetricsWriter
 from rl.report.profile import profiled
 from rl.rollout.collect import Rollouts
@@ -87,7 +88,14 @@ class Reporter:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, groups_to_bytes(split_groups(batch, groups), facts))
 
-    def report(self, step: int, version: int, values: dict[str, float], batch: Batch | None = None) -> None:
+    def report(
+        self,
+        step: int,
+        version: int,
+        values: dict[str, float],
+        batch: Batch | None = None,
+        histograms: Mapping[str, Histogram] | None = None,
+    ) -> None:
         """Write the metrics of one step, and every metrics.samples_interval steps also samples of its batch."""
         if self._config.debug.dry_run:
             return
@@ -103,7 +111,7 @@ class Reporter:
         values = values | seconds | self._world.take_gpus()
         if self._health is not None:
             values |= self._health.check(step, values)
-        self._writer.write(step, version, values)
+        self._writer.write(step, version, values, histograms)
 
     def _name(self) -> str:
         return f"step_{self._world.step}.rank_{self._world.rank}"

@@ -76,6 +76,11 @@ class World:
         return self.progress.step
 
     @property
+    def attempt(self) -> int:
+        """The number of this start among all starts of the run."""
+        return self._restarts.attempt
+
+    @property
     def roles(self) -> str:
         return self.progress.roles
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from rl.common.events import Event
 from rl.config.load import load_config
 from rl.config.schema import HEALTH_RULES, Config, ConfigError
 from rl.report.health import Finding, Health, make_rules
@@ -24,6 +25,10 @@ GOOD: Row = {
 def run(health: Health, rows: Iterable[Row], first: int = 1) -> list[tuple[int, Finding]]:
     """Return what the rules find, with its steps."""
     return [(step, finding) for step, row in enumerate(rows, first) for finding in health.check(step, row)]
+
+
+def event(step: int, finding: Finding) -> Event:
+    return Event(0.0, step, "stop" if finding.is_stop else "warning", finding.text)
 
 
 @cache
@@ -175,7 +180,7 @@ def test_skipped_steps_stop_the_run_after_five_in_a_row() -> None:
     found = run(health, [GOOD, skipped, skipped, GOOD, *[skipped] * 5])
     assert [(step, finding.is_stop) for step, finding in found] == [(2, False), (5, False), (9, True)]
     assert "5 steps in a row (since step 5)" in found[-1][1].text
-    assert "This rule ended the run (health.actions)." in found[-1][1].text and found[-1][1].is_worth_saving
+    assert "This rule ends the run (health.actions)." in found[-1][1].text and found[-1][1].is_worth_saving
     warned = run(rules_of("health.actions={skipped_steps: warn}"), [skipped] * 20)
     assert [(step, finding.is_stop) for step, finding in warned] == [(1, False)]
 
@@ -197,7 +202,7 @@ def test_a_restart_neither_resets_nor_repeats_a_warning(resumed_at: int) -> None
     assert [finding.rule for _, finding in before] == ["truncation", "gradient_spikes"]
     kept = [json.loads(json.dumps({"step": step} | row)) for step, row in enumerate(rows[:resumed_at], 1)]
     health = rules_of()
-    health.restore(kept, [(step, finding.text) for step, finding in before])
+    health.restore(kept, [event(step, finding) for step, finding in before])
     assert run(health, rows[resumed_at:], first=resumed_at + 1) == []
     through = rules_of()
     run(through, rows)
@@ -212,7 +217,7 @@ def test_a_resumed_run_is_judged_by_its_new_steps_after_a_stop() -> None:
     health = rules_of("health.actions={reward_flat: stop}")
     ((step, finding),) = run(health, [flat] * 10)
     resumed = rules_of("health.actions={reward_flat: stop}")
-    resumed.restore([{"step": step} | flat for step in range(1, 11)], [(step, finding.text)])
+    resumed.restore([{"step": step} | flat for step in range(1, 11)], [event(step, finding)])
     assert run(resumed, [flat] * 9, first=11) == []
     ((step, again),) = run(resumed, [flat], first=20)
     assert (step, again.is_stop) == (20, True) and "(since step 11)" in again.text
