@@ -1,9 +1,12 @@
 """Write the reports of an actor rank: metrics, samples, saved rollouts and profiles."""
 
 import dataclasses
+import statistics
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 from rl.common.files import write_atomically
 from rl.config.schema import Config
@@ -20,6 +23,7 @@ from rl.rollout.dispatch import BatchTime
 from rl.world.world import World
 
 ROLLOUTS = "rollouts"  # subfolder of the run
+NUM_REWARDS = 5
 
 
 def rollout_file(step: int, rank: int) -> str:
@@ -46,6 +50,20 @@ class HealthWatch:
         return self._health.metrics()
 
 
+class RewardSummary:
+    """The mean reward of the first and of the last NUM_REWARDS steps. `rows` are those of earlier starts of the run."""
+
+    def __init__(self, rows: Sequence[Mapping[str, Any]]):
+        rewards = [row["reward/mean"] for row in rows if row.get("reward/mean") is not None]
+        self._first, self._last = rewards[:NUM_REWARDS], deque(rewards, maxlen=NUM_REWARDS)
+
+    def add(self, reward: float) -> tuple[float, float]:
+        """Add a step, and return both means."""
+        self._first = [*self._first, reward][:NUM_REWARDS]
+        self._last.append(reward)
+        return statistics.fmean(self._first), statistics.fmean(self._last)
+
+
 class Reporter:
     """Write the reports of an actor. Only the leader has a metrics writer, and only in a training run."""
 
@@ -63,6 +81,7 @@ class Reporter:
         self._world, self._config, self._folder = world, config, folder
         self._tokenizer, self._rollouts, self._writer, self._actors = tokenizer, rollouts, writer, actors
         self._health = health
+        self._rewards = RewardSummary(writer.kept_rows if writer is not None else ())
 
     def profile(self) -> AbstractContextManager[None]:
         """Profile the step if debug.profile_step and debug.profile_num_steps select it."""
@@ -112,6 +131,8 @@ class Reporter:
         if self._health is not None:
             values |= self._health.check(step, values)
         self._writer.write(step, version, values, histograms)
+        if "reward/mean" in values:
+            self._world.tell_rewards(*self._rewards.add(values["reward/mean"]))
 
     def _name(self) -> str:
         return f"step_{self._world.step}.rank_{self._world.rank}"

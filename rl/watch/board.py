@@ -56,6 +56,7 @@ class Board:
         self._is_diagnosing = False
         self._interrupt: Report | None = None  # a Ctrl-C, which explains most failures that follow it
         self._collector: int | None = None  # the rank that collects measurements of GPUs: the leader
+        self.rewards: tuple[float, float] | None = None  # means of the first and the last steps, told by the leader
 
     def handle(self, rank: int, message: dict[str, Any]) -> None:
         kind, now = message.pop("kind"), time.monotonic()
@@ -85,6 +86,8 @@ class Board:
             entry.is_done = True
         elif kind == "collect_gpus":
             self._collector = rank
+        elif kind == "rewards":
+            self.rewards = msgspec.convert((message["first"], message["last"]), tuple[float, float])
 
     def report(self, report: Report) -> None:
         now = time.monotonic()

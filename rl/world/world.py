@@ -149,6 +149,10 @@ class World:
         """Collect the memory and utilization of all ranks' GPUs from now on. `take_gpus` returns them."""
         self.faults.tell_watchdog("collect_gpus")
 
+    def tell_rewards(self, first: float, last: float) -> None:
+        """Let the watchdogs know the mean reward of the first and of the last steps. Called on the leader."""
+        self.faults.tell_watchdog("rewards", first=first, last=last)
+
     def take_gpus(self) -> dict[str, float]:
         """Return the metrics of all ranks' GPUs since the last call. There are none on machines without NVML."""
         return self.faults.gpus.take()

@@ -15,7 +15,7 @@ SMALL = [
     *("health.num_steps=3", "health.actions={mismatch: off}"),  # the logprobs of the fake engine are random
 ]
 REWARDS = "reward.function=tests/e2e/reward_functions.py"
-DISAGGREGATED = ["placement.rollout=0", "placement.inference=1", "placement.actor=[2, 3]", "algo.old_logprobs=always"]
+DISAGGREGATED = ["placement.rollout=0", "placement.actor=[1, 2]"]
 INFINITE = """
 def overflow(new_logprobs, old_logprobs, advantages, **others):
     return (new_logprobs - old_logprobs).exp() * float("inf")
@@ -60,7 +60,7 @@ def test_skipped_steps_end_the_run_with_its_last_good_weights_and_a_resumed_run_
     loss, folder = tmp_path / "loss.py", tmp_path / "run"
     loss.write_text(INFINITE)
     settings = [*SMALL, *DISAGGREGATED, "train.num_steps=6", f"{REWARDS}:varied"]
-    place = ["--nproc-per-node=4", "train.py", f"run.dir={tmp_path}", "run.name=run"]
+    place = ["--nproc-per-node=3", "train.py", f"run.dir={tmp_path}", "run.name=run"]
     fault = [f"algo.loss={loss}:overflow", "health.max_skipped_steps=3"]
     process = start(*place, *settings, *fault, restarts=True)
     output = finish(process, 150)
@@ -77,26 +77,23 @@ def test_skipped_steps_end_the_run_with_its_last_good_weights_and_a_resumed_run_
     assert len(list((folder / "logs").iterdir())) == 1  # one attempt
     assert steps_on(folder) == [3]
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [row["optim/skipped_steps"] for row in rows] == [1, 1, 1]
+    assert [row["optim/skipped_steps"] for row in rows if row["step"]] == [1, 1, 1]
     kinds = [(event.kind, event.step) for event in read_events(folder) if event.text.startswith("health.")]
     assert kinds == [("warning", 1), ("stop", 3)]
 
-    resumed = train(folder, 4, *settings, *fault[1:])
+    resumed = train(folder, 3, *settings, *fault[1:])
     assert [(row["step"], row["optim/skipped_steps"]) for row in resumed.metrics[-3:]] == [(4, 0), (5, 0), (6, 0)]
     assert [event for event in read_events(folder) if event.text.startswith("health.")][2:] == []
     assert steps_on(folder)[-1] == 6 and not (folder / "FATAL").exists()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("placement", [["placement.actor,rollout=all"], [*DISAGGREGATED[::2], "rollout.ahead=1"]])
+@pytest.mark.parametrize("placement", [["placement.actor,rollout=all"], [*DISAGGREGATED, "rollout.ahead=1"]])
 def test_a_rule_that_doubts_the_weights_saves_nothing_new(placement: list[str], tmp_path: Path) -> None:
-    num_ranks = 4 if len(placement) > 1 else 2
-    if num_ranks == 4:
-        placement = ["placement.rollout=[0, 1]", *placement[1:]]
     settings = ["train.num_steps=30", f"{REWARDS}:always_zero", "checkpoint.save_interval=4", "health.min_entropy=100"]
     run = [f"run.dir={tmp_path}", "run.name=run", *SMALL, *placement, *settings]
     process = start(
-        f"--nproc-per-node={num_ranks}", "train.py", *run, "health.actions={entropy: stop, mismatch: off, waiting: off}"
+        "--nproc-per-node=3", "train.py", *run, "health.actions={entropy: stop, mismatch: off, waiting: off}"
     )
     output = finish(process, 150)
     assert process.returncode == 1, output[-3000:]
