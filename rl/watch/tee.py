@@ -2,11 +2,15 @@
 
 A small process beside the rank reads the output, so that nothing is lost when the rank is killed. If the console is a
 terminal, the rank gets a pseudo-terminal instead of a pipe, so progress bars keep working.
+
+Logs are bounded: when one has MAX_LOG bytes, it gets the suffix .1, replaces an older file of that name, and a new one
+begins. The logs of the newest MAX_ATTEMPTS attempts are kept.
 """
 
 import fcntl
 import os
 import queue
+import shutil
 import socket
 import sys
 import termios
@@ -21,6 +25,9 @@ from rl.watch.parent import leave_rank
 
 MAX_EARLY = 4 << 20  # bytes kept until the run's folder is known
 MAX_BEHIND = 16 << 20  # bytes waiting for a slow disk; further output is not logged
+MAX_LOG = 32 << 20  # bytes of a log before it is moved aside
+MAX_ATTEMPTS = 50  # attempts whose logs are kept
+MAX_PATH = 4096  # bytes
 HANG_S = 5.0  # without progress of the disk, after which the rest of the log is given up
 MESSAGE = b"oneworld: "  # begins our messages
 TICK_S = 1.0  # between two checks of the terminal's size
@@ -58,14 +65,26 @@ def write_log(connection: socket.socket, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     try:
-        socket.send_fds(connection, [b"log"], [file])
+        socket.send_fds(connection, [os.fsencode(path.absolute())], [file])
     finally:
         os.close(file)
 
 
 def next_attempt(logs: Path) -> int:
-    numbers = [path.name.removeprefix("attempt_") for path in logs.glob("attempt_*")]
-    return 1 + max((int(number) for number in numbers if number.isdecimal()), default=0)
+    return 1 + max(_attempts(logs), default=0)
+
+
+def remove_old_attempts(logs: Path, attempt: int) -> None:
+    """Remove the logs of all but the newest MAX_ATTEMPTS attempts, of which `attempt` is the last."""
+    for number, folder in _attempts(logs).items():
+        if number <= attempt - MAX_ATTEMPTS:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _attempts(logs: Path) -> dict[int, Path]:
+    """Return the folders of attempts by number."""
+    found = {path.name.removeprefix("attempt_"): path for path in logs.glob("attempt_*")}
+    return {int(number): path for number, path in found.items() if number.isdecimal()}
 
 
 class _Stream(NamedTuple):
@@ -114,11 +133,11 @@ class _Tee:
 
     def _take_log(self, connection: socket.socket) -> None:
         try:
-            _, files, _, _ = socket.recv_fds(connection, 16, 1)
+            path, files, _, _ = socket.recv_fds(connection, MAX_PATH, 1)
         except OSError:
-            files = []
+            path, files = b"", []
         if files:
-            self._log = _Log(files[0])
+            self._log = _Log(files[0], path)
             self._log.write(self._early or b"")
         self._connections, self._early = [], None
 
@@ -151,9 +170,9 @@ class _Tee:
 class _Log(threading.Thread):
     """Write the log in a thread. If the disk hangs or is full, log lines are lost, but the run and console go on."""
 
-    def __init__(self, file: int):
+    def __init__(self, file: int, path: bytes):
         super().__init__(daemon=True)
-        self._file = file
+        self._file, self._path, self._num_bytes = file, path, os.fstat(file).st_size
         self._parts: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._num_taken = self._num_written = 0  # bytes
         self.start()
@@ -175,6 +194,18 @@ class _Log(threading.Thread):
         while (part := self._parts.get()) is not None:
             _write(self._file, part)
             self._num_written += len(part)
+            self._num_bytes += len(part)
+            if self._num_bytes >= MAX_LOG:
+                self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        """Move the file aside, and begin another one. If that fails, the next MAX_LOG bytes go to the same file."""
+        self._num_bytes = 0
+        with suppress(OSError):
+            os.replace(self._path, self._path + b".1")
+            file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            os.close(self._file)
+            self._file = file
 
 
 def _write(file: int, part: bytes) -> bool:

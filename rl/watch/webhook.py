@@ -1,17 +1,17 @@
 """Tell a webhook how a run ended: ONEWORLD_WEBHOOK is the address of one that takes JSON, such as Slack's.
 
 The watchdog of rank 0 sends the message, because it knows why a world ends and outlives its rank. It sends one message
-per launch: an attempt that torchrun restarts is not an end. The address often holds a credential. So it is a variable
-of the environment and no setting, and is not shown anywhere.
+per launch: an attempt that is restarted is not an end. If launch/run_node.sh gives up restarting, it sends the message.
+The address often holds a credential. So it is a variable of the environment and no setting, and is not shown anywhere.
 """
 
 import json
 import os
+import sys
 import threading
-import urllib.request
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Literal
-from urllib.error import HTTPError
 
 from rl.common.credentials import hide_credentials
 from rl.common.text import format_duration
@@ -28,7 +28,7 @@ class Ending:
 
     run: str
     status: Status
-    step: int
+    step: int | None  # None: not known
     duration_s: float
     reason: str = ""
     reward_first: float | None = None  # mean over the first 5 steps; None before the first step
@@ -36,7 +36,8 @@ class Ending:
 
     @property
     def text(self) -> str:
-        text = f"{self.run or 'a run'} {self.status} at step {self.step} after {format_duration(self.duration_s)}"
+        place = "" if self.step is None else f" at step {self.step}"
+        text = f"{self.run or 'a run'} {self.status}{place} after {format_duration(self.duration_s)}"
         if self.reward_first is not None and self.reward_last is not None:
             text += f", reward {self.reward_first:.2f} -> {self.reward_last:.2f}"
         return text + (self.reason and f": {self.reason}")
@@ -75,11 +76,16 @@ class Webhook:
             failure = post(self._url, ending)
             if not failure:
                 return
-        os.write(2, f"oneworld: {VARIABLE}: the message about the end of the run was not sent: {failure}\n".encode())
+        text = f"oneworld: {VARIABLE}: the message about the end of the run was not sent: {failure}\n"
+        with suppress(OSError):  # the console may be gone
+            os.write(2, text.encode(errors="replace"))
 
 
 def post(url: str, ending: Ending) -> str:
     """Send a message. Return what went wrong, without the address, or an empty text."""
+    import urllib.request  # only now: it takes a while, and every rank has a watchdog
+    from urllib.error import HTTPError
+
     body = json.dumps({"text": f"oneworld: {ending.text}", **asdict(ending)})
     try:
         headers = {"Content-Type": "application/json", "User-Agent": "oneworld"}
@@ -92,3 +98,9 @@ def post(url: str, ending: Ending) -> str:
         return hide_credentials(f"{type(error).__name__}: {error}", url)
     except Exception as error:  # not a valid address, which the message would show
         return f"{type(error).__name__}: {VARIABLE} must be an http or https address"
+
+
+if __name__ == "__main__":  # launch/run_node.sh gives up: RUN SECONDS REASON
+    webhook = Webhook()
+    webhook.start(Ending(sys.argv[1], "failed", None, float(sys.argv[2]), sys.argv[3]))
+    webhook.join()
