@@ -6,6 +6,7 @@ from typing import Protocol
 
 from rl.common.events import Kind, write_event
 from rl.report.console import RunConsole
+from rl.report.histogram import Histogram
 from rl.report.rows import RowFile
 from rl.report.tensorboard import EventWriter
 
@@ -43,14 +44,20 @@ class MetricsWriter:
         self._console = RunConsole(run_dir.name, num_steps, rewards)
         self._sinks: list[Sink] = [self._events, *others]
 
-    def write(self, step: int, version: int, values: Mapping[str, float]) -> None:
-        """Write a step's metrics. `version` is the newest published version, from which the next step samples."""
+    def write(
+        self, step: int, version: int, values: Mapping[str, float], histograms: Mapping[str, Histogram] | None = None
+    ) -> None:
+        """Write a step's metrics. `version` is the newest published version, from which the next step samples.
+        Histograms go to metrics.jsonl and TensorBoard only."""
         self._step = step
-        self._rows.write(step, version, values)
+        histograms = histograms or {}
+        self._rows.write(step, version, values, histograms)
         if ACCURACY in values:
             self.note("evaluation", step, f"{ACCURACY} {values[ACCURACY]:.4g}")
         for sink in self._sinks:
             sink.write(step, values)
+        for name, histogram in histograms.items():
+            self._events.write_histogram(name, histogram, step)
         self._console.write(step, values)
 
     def write_text(self, name: str, text: str, step: int) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.common.files import write_atomically
+from rl.report.histogram import Histogram
 
 METRICS = "metrics.jsonl"
 
@@ -32,9 +33,14 @@ class RowFile:
         write_atomically(path, "".join(json.dumps(row) + "\n" for row in self.kept))
         self._file = path.open("a", buffering=1)
 
-    def write(self, step: int, version: int, values: Mapping[str, float]) -> None:
+    def write(
+        self, step: int, version: int, values: Mapping[str, float], histograms: Mapping[str, Histogram] | None = None
+    ) -> None:
+        """Write a row. A histogram is an object with `edges` and `counts`; every other value is a number or null."""
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}  # JSON has no NaN
-        self._file.write(json.dumps({"step": step, "version": version, "at": round(time.time(), 3), **finite}) + "\n")
+        counted = {name: histogram._asdict() for name, histogram in (histograms or {}).items()}
+        row = {"step": step, "version": version, "at": round(time.time(), 3), **finite, **counted}
+        self._file.write(json.dumps(row) + "\n")
 
     def close(self) -> None:
         self._file.close()

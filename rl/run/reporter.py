@@ -11,6 +11,7 @@ from rl.data.batch import Batch
 from rl.data.group_file import groups_to_bytes, split_groups
 from rl.data.prompts import Tokenizer
 from rl.report.describe import show
+from rl.report.histogram import Histogram
 from rl.report.metrics_writer import MetricsWriter
 from rl.report.profile import profiled
 from rl.rollout.collect import Rollouts
@@ -69,7 +70,14 @@ class Reporter:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, groups_to_bytes(split_groups(batch, groups), facts))
 
-    def report(self, step: int, version: int, values: dict[str, float], batch: Batch | None = None) -> None:
+    def report(
+        self,
+        step: int,
+        version: int,
+        values: dict[str, float],
+        batch: Batch | None = None,
+        histograms: Mapping[str, Histogram] | None = None,
+    ) -> None:
         """Write the metrics of one step, and every metrics.samples_interval steps also samples of its batch."""
         if self._config.debug.dry_run:
             return
@@ -82,7 +90,7 @@ class Reporter:
             values |= measure_waits(seconds, self._rollouts.take_times())
             if metrics.samples_interval and (step - 1) % metrics.samples_interval == 0:
                 self._writer.write_text("rollout/samples", show(batch, self._tokenizer, metrics.num_samples), step)
-        self._writer.write(step, version, values | seconds | self._world.take_gpus())
+        self._writer.write(step, version, values | seconds | self._world.take_gpus(), histograms)
 
     def _name(self) -> str:
         return f"step_{self._world.step}.rank_{self._world.rank}"
