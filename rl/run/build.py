@@ -256,7 +256,7 @@ def _build_reporter(run: Run, rollouts: Rollouts, step: int, trains: bool) -> Re
     writer = None
     if run.data is not None and trains and not run.config.debug.dry_run:
         _announce_repetition(run, step)
-        run.world.collect_gpus()
+        run.world.collect_usage()
         run.folder.mkdir(parents=True, exist_ok=True)
         is_phase = run.phase.name != "both"
         others = open_writers(run.config, run.folder, is_new=not step)
