@@ -244,7 +244,7 @@ def build_evaluation(run: Run, rollouts: Rollouts) -> Evaluation | None:
 def _build_reporter(run: Run, rollouts: Rollouts, step: int, trains: bool) -> Reporter:
     writer = None
     if run.data is not None and trains and not run.config.debug.dry_run:
-        run.world.collect_gpus()
+        run.world.collect_usage()
         is_phase = run.phase.name != "both"
         others = open_writers(run.config, run.folder, is_new=not step)
         writer = MetricsWriter(run.folder, run.config.train.num_steps, step, others, continues=is_phase)
