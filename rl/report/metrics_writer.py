@@ -2,14 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from rl.common.events import Kind, write_event
+from rl.report.accounting import AccountingFile
 from rl.report.console import RunConsole
 from rl.report.histogram import Histogram
 from rl.report.prometheus import PrometheusEndpoint
 from rl.report.rows import RowFile
 from rl.report.tensorboard import EventWriter
+from rl.watch.ledger import RankAccount
 
 ACCURACY = "eval/accuracy"  # every evaluation has it
 
@@ -41,6 +43,7 @@ class MetricsWriter:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._run_dir, self._num_steps, self._step = run_dir, num_steps, step
         self._rows = RowFile(run_dir, step, continues)
+        self._accounting = AccountingFile(run_dir, step)
         self._events = EventWriter(run_dir, step + 1 if step or continues else 0)
         self.kept_rows = self._rows.kept  # of earlier starts of the run
         rewards = [row["reward/mean"] for row in self.kept_rows if "reward/mean" in row]
@@ -68,6 +71,10 @@ class MetricsWriter:
             self._endpoint.write(step, version, values)
         self._console.write(step, values)
 
+    def write_accounts(self, accounts: Sequence[RankAccount], hosts: Sequence[str], about: Mapping[str, Any]) -> None:
+        """Write what the ranks did in a step to accounting.jsonl. See AccountingFile."""
+        self._accounting.write(accounts, hosts, about)
+
     def write_text(self, name: str, text: str, step: int) -> None:
         self._events.write_text(name, text, step)
 
@@ -85,6 +92,7 @@ class MetricsWriter:
 
     def close_files(self) -> None:
         self._rows.close()
+        self._accounting.close()
         for sink in self._sinks:
             sink.close()
         if self._endpoint is not None:

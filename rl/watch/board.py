@@ -16,8 +16,8 @@ import msgspec
 from rl.common.files import run_within_wait
 from rl.common.text import format_ranks
 from rl.watch.culprit import RankState, describe_others, describe_silence, find_culprit
-from rl.watch.gpu import measurements
 from rl.watch.reports import CAUSES, TOLD_TO_END, AttemptHistory, Cause, Report
+from rl.watch.usage import measurements
 
 COLLECT_S = 0.7  # to collect further reports after the first
 MAX_COLLECT_S = 3.0  # the same while only consequences are reported, such as broken connections
@@ -84,7 +84,7 @@ class Board:
             entry.state, entry.is_diagnosed, entry.heard_at = _read_state(rank, message), True, now
         elif kind == "done":
             entry.is_done = True
-        elif kind == "collect_gpus":
+        elif kind == "collect_usage":
             self._collector = rank
         elif kind == "rewards":
             self.rewards = msgspec.convert((message["first"], message["last"]), tuple[float, float])
@@ -117,11 +117,11 @@ class Board:
             else:
                 self._decide()
 
-    def share_gpus(self) -> None:
-        """Send the newest measurements of all GPUs to the rank that collects them."""
+    def share_usage(self) -> None:
+        """Send the newest measurements of all ranks to the rank that collects them."""
         rows = measurements({rank: entry.about for rank, entry in self.entries.items()})
         if self._collector is not None and rows:
-            self._tell(self._collector, "gpus", rows=rows)
+            self._tell(self._collector, "usage", rows=rows)
 
     def table(self) -> list[dict[str, Any]]:
         """Return a row for each rank, as status files hold them."""

@@ -37,6 +37,7 @@ from rl.watch.process import RankProcess, remove_segments
 from rl.watch.reports import AttemptHistory, Cause, Report
 from rl.watch.stacks import Stacks
 from rl.watch.told import VERDICT_S
+from rl.watch.usage import HOST_MEMORY
 from rl.watch.webhook import Ending, Status, Webhook
 
 TICK_S = 0.1
@@ -173,9 +174,9 @@ class Watchdog:
         """Measure this card from now on."""
         self._gpu = GpuMeter(uuid)
 
-    def _on_collect_gpus(self) -> None:
-        """Pass the measurements of all ranks' cards to this rank from now on. Only the leader asks for this."""
-        self._send("collect_gpus")
+    def _on_collect_usage(self) -> None:
+        """Pass the measurements of all ranks to this rank from now on. Only the leader asks for this."""
+        self._send("collect_usage")
 
     def _on_rewards(self, first: float, last: float) -> None:
         """Keep the rewards of the run for the message about its end. Only the leader sends them."""
@@ -265,9 +266,9 @@ class Watchdog:
         kind = message.pop("kind")
         if kind == "diagnose":
             self._monitor.start_diagnosis()
-        elif kind == "gpus":
+        elif kind == "usage":
             if not self._rank_channel.has_unsent:  # a rank that does not read must still be told to end
-                self._rank_channel.send("gpus", rows=message["rows"])
+                self._rank_channel.send("usage", rows=message["rows"])
         elif kind == "wait":
             self._quiet_until = time.monotonic() + self._monitor.silence.floor_s
         elif kind == "abort" and not self._is_aborted:
@@ -377,7 +378,7 @@ class Watchdog:
         rate = (tokens - self._sent_tokens) / max(now - self._sent_at, 0.1)
         self._sent_at, self._sent_tokens = now, tokens
         self._out_of_memory_kills.look()
-        self._about = {"pid": process.pid, "tokens_per_s": round(rate), "memory_mb": process.memory_mb}
+        self._about = {"pid": process.pid, "tokens_per_s": round(rate), HOST_MEMORY: process.memory_mb}
         self._about |= self._gpu.look()
         self._send("beat", state=asdict(self._monitor.state()), about=self._about)
 
