@@ -9,6 +9,7 @@ import math
 import sys
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -221,7 +222,8 @@ class RolloutService(Service):
         if was_decoding and self._is_decoding:
             self._timer.add(num_responses, time.perf_counter() - started)
         HEART.beat(f"{self.engine.num_unfinished} responses", sum(len(done.tokens) for done in ended))
-        is_last_of_group = [self._take(completion) for completion in ended]
+        with self.conversations.together() if self.conversations is not None else nullcontext():
+            is_last_of_group = [self._take(completion) for completion in ended]
         self._report_progress(is_urgent=any(is_last_of_group))
         if any(is_last_of_group) or (self.conversations is not None and self._num_free > self._room):
             self._pull()
