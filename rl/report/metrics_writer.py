@@ -6,6 +6,7 @@ from typing import Protocol
 
 from rl.report.console import RunConsole
 from rl.report.events import Kind, write_event
+from rl.report.live import LiveView
 from rl.report.rows import RowFile
 from rl.report.tensorboard import EventWriter
 
@@ -22,7 +23,7 @@ class MetricsWriter:
     """Write the metrics of a run. Only the leader has a writer.
 
     `step` is the step from which the run resumes; 0: it starts over, unless this command `continues` a run in phases.
-    `others` get the metrics too.
+    `others` get the metrics too. `view` shows them on a terminal.
     """
 
     def __init__(
@@ -32,13 +33,14 @@ class MetricsWriter:
         step: int = 0,
         others: Sequence[Sink] = (),
         continues: bool = False,
+        view: LiveView | None = None,
     ):
         run_dir.mkdir(parents=True, exist_ok=True)
         self._run_dir = run_dir
         self._rows = RowFile(run_dir, step, continues)
         self._events = EventWriter(run_dir, step + 1 if step or continues else 0)
         rewards = [row["reward/mean"] for row in self._rows.kept if "reward/mean" in row]
-        self._console = RunConsole(run_dir.name, num_steps, rewards)
+        self._console = RunConsole(run_dir.name, num_steps, rewards, step, view)
         self._sinks: list[Sink] = [self._events, *others]
 
     def write(self, step: int, version: int, values: Mapping[str, float]) -> None:

@@ -260,6 +260,6 @@ def _build_reporter(run: Run, rollouts: Rollouts, step: int, trains: bool) -> Re
         run.folder.mkdir(parents=True, exist_ok=True)
         is_phase = run.phase.name != "both"
         others = open_writers(run.config, run.folder, is_new=not step)
-        writer = MetricsWriter(run.folder, run.config.train.num_steps, step, others, continues=is_phase)
+        writer = MetricsWriter(run.folder, run.config.train.num_steps, step, others, is_phase, run.view)
         run.world.at_end(lambda: writer.close(rollouts.engine_name))
     return Reporter(run.world, run.config, run.folder, run.tokenizer, rollouts, writer, run.placement.actors)

@@ -23,8 +23,10 @@ import torch.distributed as dist
 
 from rl.common.credentials import hide_credentials
 from rl.common.json_channel import JsonChannel
+from rl.common.notices import NOTICES
 from rl.common.waiting import wait_until_readable
 from rl.config.schema import ConfigError
+from rl.watch.activities import RoleActivity
 from rl.watch.gpu import GpuUse
 from rl.watch.reports import Cause, Report, ServiceUnavailable
 from rl.world.debugger import Debugger
@@ -54,6 +56,7 @@ class FaultReporter:
         self.ignores_lost_connections = False  # turns True when this rank has done its work
         self._progress, self._mail, self._watchdog, self._debugger = progress, mail, watchdog, debugger
         self.gpus = GpuUse()  # of all ranks, on the leader
+        self.activities: list[RoleActivity] = []  # of all ranks, on a leader with a live view
         self._verdict = threading.Event()  # set when the world is ending
         self.is_over = self._verdict.is_set
         self._stops_launcher = False
@@ -65,6 +68,8 @@ class FaultReporter:
 
     def fail(self, error: BaseException) -> int:
         """Report an exception of this rank, wait for the verdict, and return the exit code."""
+        with suppress(OSError):
+            NOTICES.summarize()
         if not isinstance(error, Aborted):
             report = self._describe(error)
             if self.has_post_mortem and report.cause == "error":
@@ -135,6 +140,9 @@ class FaultReporter:
         for message in self._watchdog.receive():
             if message["kind"] == "gpus":
                 self.gpus.add(message["rows"])
+                continue
+            if message["kind"] == "activities":
+                self.activities = [RoleActivity(*row) for row in message["rows"]]
                 continue
             assert message["kind"] == "abort", message
             self._stops_launcher = message["stop"]

@@ -20,6 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 from rl.common.handshake import SECRET, check_secret, derive_key
 from rl.common.json_channel import JsonChannel
 from rl.config.schema import Config, ConfigError
+from rl.watch.activities import RoleActivity
 from rl.watch.recorder import keep_collectives
 from rl.world.address import own_address
 from rl.world.bootstrap import refuse, watchdog_channel
@@ -143,6 +144,11 @@ class World:
     def collect_gpus(self) -> None:
         """Collect the memory and utilization of all ranks' GPUs from now on. `take_gpus` returns them."""
         self.faults.tell_watchdog("collect_gpus")
+
+    def collect_activities(self) -> Callable[[], list[RoleActivity]]:
+        """Collect what all ranks are doing from now on. Return a function that returns the newest state."""
+        self.faults.tell_watchdog("collect_activities")
+        return lambda: self.faults.activities
 
     def take_gpus(self) -> dict[str, float]:
         """Return the metrics of all ranks' GPUs since the last call. There are none on machines without NVML."""

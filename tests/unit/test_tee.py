@@ -16,10 +16,10 @@ from rl.watch.tee import next_attempt
 PROGRAM = """
 import ctypes, os, signal, subprocess, sys, time
 from pathlib import Path
-from rl.watch.tee import start_tee, write_log
+from rl.watch.tee import start_tee
 line = start_tee()
 print("early", sys.stdout.isatty(), flush=True)
-write_log(line, Path(sys.argv[1]))
+line.write_log(Path(sys.argv[1]))
 print("python", flush=True)
 print("error", file=sys.stderr, flush=True)
 ctypes.CDLL(None).dprintf(2, b"C++\\n")
