@@ -19,7 +19,7 @@ from rl.common.bars import BARS
 from rl.common.notices import NOTICES
 from rl.report.frame import LEAST_COLUMNS, LEAST_ROWS, RunView, render
 from rl.watch.activities import RoleActivity
-from rl.watch.screen import Frame, Size
+from rl.watch.screen import Size, ViewFrame, find_terminal_owner, is_in_foreground
 
 REFRESH_S = 0.5
 NUM_RECENT = 20  # steps whose duration predicts that of the others
@@ -29,7 +29,7 @@ MAX_REWARDS = 2000  # newest steps in the curve of rewards
 class Terminal(Protocol):
     """The process that paints frames (TeeLink)."""
 
-    def show(self, frame: Frame | None) -> None: ...
+    def show(self, frame: ViewFrame | None) -> None: ...
 
     def log(self, text: str) -> None: ...
 
@@ -44,15 +44,16 @@ class LiveView:
         self._view = RunView(name)
         self._lock = threading.Lock()
         self._closing = threading.Event()
-        self._is_fitting = _fits(_terminal_size())
+        self._owner = find_terminal_owner(os.getpid(), os.getppid())
+        self._is_shown = self._may_show(_terminal_size())
         NOTICES.is_in_view = True
         self._thread = threading.Thread(target=self._run, name="live view", daemon=True)
         self._thread.start()
 
     @property
     def is_shown(self) -> bool:
-        """Whether there is room for the view. Otherwise steps are printed as lines."""
-        return self._is_fitting
+        """Whether there is room for the view and the job is in the foreground. If not, steps are printed as lines."""
+        return self._is_shown
 
     def begin(self, num_steps: int, step: int, rewards: Sequence[float]) -> None:
         """Show the progress of a run that continues after `step`. `rewards` are those of the steps so far."""
@@ -86,17 +87,17 @@ class LiveView:
         self._terminal.show(None)
 
     def _run(self) -> None:
-        shown: Frame | None = None
+        shown: ViewFrame | None = None
         while not self._closing.wait(REFRESH_S):
             frame = self._draw()
             if frame != shown and not self._closing.is_set():
                 self._terminal.show(frame)
                 shown = frame
 
-    def _draw(self) -> Frame | None:
+    def _draw(self) -> ViewFrame | None:
         size, now = _terminal_size(), time.monotonic()
-        self._is_fitting = _fits(size)
-        if not self._is_fitting:
+        self._is_shown = self._may_show(size)
+        if not self._is_shown:
             return None
         with self._lock:
             view = replace(self._view, rewards=self._view.rewards[-MAX_REWARDS:], elapsed_s=now - self._started_at)
@@ -105,7 +106,10 @@ class LiveView:
                 in_step_s = min(mean_s, now - self._reached_at)
                 view.left_s = max(0.0, mean_s * (view.num_steps - view.step) - in_step_s)
         view.activities, view.bars, view.warning = self._activities(), BARS.read(), NOTICES.last
-        return Frame(tuple(render(view, *size)), size)
+        return ViewFrame(tuple(render(view, *size)), size)
+
+    def _may_show(self, size: Size) -> bool:
+        return size.columns >= LEAST_COLUMNS and size.rows >= LEAST_ROWS and is_in_foreground(self._owner)
 
 
 def open_view(
@@ -121,7 +125,3 @@ def _terminal_size() -> Size:
         return Size(*os.get_terminal_size(sys.stdout.fileno()))
     except (OSError, ValueError):
         return Size(0, 0)
-
-
-def _fits(size: Size) -> bool:
-    return size.columns >= LEAST_COLUMNS and size.rows >= LEAST_ROWS

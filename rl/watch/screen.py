@@ -18,6 +18,7 @@ NO_WRAP, WRAP = "\x1b[?7l", "\x1b[?7h"
 DOWN = "\x1bD"  # to the next line, in the same column; the region scrolls at its end
 PLAIN, ERASE_LINE, ERASE_BELOW = "\x1b[0m", "\x1b[K", "\x1b[J"
 WHOLE_SCREEN = f"{SAVE}\x1b[r{RESTORE}"  # as the scroll region; setting one moves the cursor
+NO_TERMINAL = -1  # instead of a process group
 LEAST_ABOVE = 3  # rows that stay free for other output
 
 
@@ -26,7 +27,7 @@ class Size(NamedTuple):
     rows: int
 
 
-class Frame(NamedTuple):
+class ViewFrame(NamedTuple):
     """Lines to show, drawn for a terminal of this size. They may hold colours, but no other control sequence."""
 
     lines: tuple[str, ...]
@@ -37,9 +38,9 @@ class Screen:
     """What the view occupies on a terminal. `update` returns the bytes that bring the terminal up to date."""
 
     def __init__(self) -> None:
-        self._shown: Frame | None = None
+        self._shown: ViewFrame | None = None
 
-    def update(self, frame: Frame | None, size: Size) -> bytes:
+    def update(self, frame: ViewFrame | None, size: Size) -> bytes:
         """Show a frame on a terminal of this size. None, or a frame for another size, removes the view."""
         if frame is not None and (frame.size != size or len(frame.lines) + LEAST_ABOVE > size.rows):
             frame = None
@@ -60,17 +61,28 @@ class Screen:
         return text.encode(errors="replace")
 
 
-def _draw(frame: Frame) -> str:
+def _draw(frame: ViewFrame) -> str:
     first = frame.size.rows - len(frame.lines) + 1
     lines = (f"\x1b[{first + place};1H{PLAIN}{ERASE_LINE}{line}" for place, line in enumerate(frame.lines))
     return f"{SAVE}{HIDE_CURSOR}{NO_WRAP}{''.join(lines)}{PLAIN}{WRAP}{RESTORE}{SHOW_CURSOR}"
 
 
+def find_terminal_owner(pid: int, parent: int) -> int:
+    """Return the process whose job decides who has the terminal: the rank, or torchrun, which starts its ranks in
+    sessions without a terminal."""
+    return pid if _read_groups(pid)[1] != NO_TERMINAL else parent
+
+
 def is_in_foreground(pid: int) -> bool:
     """Return whether a process may use its terminal. It may not after Ctrl-Z, in the background, or when it is gone."""
+    group, terminal_group = _read_groups(pid)
+    return terminal_group in (group, NO_TERMINAL) and group > 0
+
+
+def _read_groups(pid: int) -> tuple[int, int]:
+    """Return the process group of a process, and the one that its terminal is for. The first is 0 if it is gone."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return False
-    group, terminal_group = int(fields[2]), int(fields[5])
-    return terminal_group in (group, -1)  # -1: it has no controlling terminal, so nobody else has the terminal
+        return 0, NO_TERMINAL
+    return int(fields[2]), int(fields[5])

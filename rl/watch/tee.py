@@ -2,7 +2,8 @@
 
 A small process beside the rank reads the output, so that nothing is lost when the rank is killed. If the console is a
 terminal, the rank gets a pseudo-terminal instead of a pipe, so progress bars keep working. A console that takes no
-output, for example after Ctrl-S, does not hold up the rank.
+output, for example after Ctrl-S, does not hold up the rank. Lines are passed on as a whole, because all ranks of a node
+share a console.
 
 On the leader, the process also keeps the live view on the terminal (screen.py), and removes it when the rank ends.
 """
@@ -15,6 +16,7 @@ import socket
 import sys
 import termios
 import threading
+import time
 import tty
 from collections import deque
 from contextlib import suppress
@@ -24,7 +26,7 @@ from typing import Any, NamedTuple
 from rl.common.text import format_bytes
 from rl.common.waiting import wait_until_readable, wait_until_writable
 from rl.watch.parent import leave_rank
-from rl.watch.screen import Frame, Screen, Size, is_in_foreground
+from rl.watch.screen import Screen, Size, ViewFrame, find_terminal_owner, is_in_foreground
 
 MAX_EARLY = 4 << 20  # bytes kept until the run's folder is known
 MAX_BEHIND = 16 << 20  # bytes waiting for a slow disk; further output is not logged
@@ -33,6 +35,8 @@ HANG_S = 5.0  # without progress of the disk, after which the rest of the log is
 MESSAGE = b"oneworld: "  # begins our messages
 TICK_S = 1.0  # between two checks of the terminal's size
 VIEW_TICK_S = 0.25  # the same while there is a view
+HOLD_S = 0.05  # for the rest of a line: Python may write a line and its end separately, and other ranks in between
+MAX_HELD = 1 << 16  # bytes
 MAX_PACKET = 1 << 17  # bytes of a message from the rank
 STDOUT, STDERR = 1, 2
 
@@ -52,7 +56,7 @@ class TeeLink:
         finally:
             os.close(file)
 
-    def show(self, frame: Frame | None) -> None:
+    def show(self, frame: ViewFrame | None) -> None:
         """Show a frame at the bottom of the terminal from now on, or remove it. Ignore this without a terminal."""
         self._send("show", frame)
 
@@ -72,7 +76,7 @@ def start_tee() -> TeeLink:
     is_one = os.path.sameopenfile(STDOUT, STDERR)  # then both share one stream, which keeps their order
     streams = [_open(number) for number in ((STDOUT,) if is_one else (STDOUT, STDERR))]
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    launcher = os.getppid()
+    owner = find_terminal_owner(os.getpid(), os.getppid())
     if os.fork():
         os.register_at_fork(after_in_child=ours.close)  # so that the tee notices the end of the rank at once
         theirs.close()
@@ -88,7 +92,7 @@ def start_tee() -> TeeLink:
         leave_rank()
         for stream in streams:
             os.close(stream.writer)
-        _Tee(streams, theirs, launcher).run()
+        _Tee(streams, theirs, owner).run()
     finally:
         os._exit(0)
 
@@ -122,29 +126,34 @@ def _copy_size(stream: _Stream) -> None:
 
 
 class _Tee:
-    def __init__(self, streams: list[_Stream], connection: socket.socket, launcher: int):
-        """`launcher` is the process whose job has the terminal."""
+    def __init__(self, streams: list[_Stream], connection: socket.socket, owner: int):
+        """`owner` is the process whose job has the terminal."""
         self._streams = {stream.reader: stream for stream in streams}
         self._consoles = {stream.console: _Console(stream.console) for stream in streams}
         self._connections = [connection]  # until the rank ends
-        self._launcher = launcher
+        self._owner = owner
         self._log: _Log | None = None
         self._early: bytes | None = b""  # output before the log is known; None afterwards
-        self._frame: Frame | None = None  # the newest one, whether it is shown or not
+        self._frame: ViewFrame | None = None  # the newest one, whether it is shown or not
         self._unfinished: set[int] = set()  # terminals whose last line has no end yet, such as a line of progress
+        self._held: dict[int, bytes] = {}  # the beginning of a line, by console
+        self._held_until = 0.0
 
     def run(self) -> None:
         while self._streams:
-            tick_s = TICK_S if self._frame is None else VIEW_TICK_S
+            tick_s = HOLD_S if self._held else TICK_S if self._frame is None else VIEW_TICK_S
             ready = wait_until_readable([*self._streams, *self._connections], tick_s)
             for connection in [each for each in self._connections if each.fileno() in ready]:
                 self._read_rank(connection)
             for stream in [stream for reader, stream in self._streams.items() if reader in ready]:
                 self._pass_on(stream)
+            if self._held and time.monotonic() >= self._held_until:
+                self._release()
             for stream in self._streams.values():
                 _copy_size(stream)
             if self._frame is not None:
-                self._consoles[STDOUT].show(self._frame if is_in_foreground(self._launcher) else None)
+                self._consoles[STDOUT].show(self._frame if is_in_foreground(self._owner) else None)
+        self._release()
         for console in self._consoles.values():
             console.show(None)
             console.finish()
@@ -170,7 +179,7 @@ class _Tee:
         if kind == "note":
             self._keep(value.encode(errors="replace"))
             return
-        self._frame = None if value is None else Frame(tuple(value[0]), Size(*value[1]))
+        self._frame = None if value is None else ViewFrame(tuple(value[0]), Size(*value[1]))
         if self._frame is None:
             self._consoles[STDOUT].show(None)
 
@@ -184,7 +193,19 @@ class _Tee:
             return
         part = self._end_line(stream.console, part)
         self._keep(part)
-        self._consoles[stream.console].write(part)
+        lines, end, rest = (self._held.pop(stream.console, b"") + part).rpartition(b"\n")
+        if len(rest) > MAX_HELD:
+            lines, end, rest = lines + end, rest, b""
+        if end:
+            self._consoles[stream.console].write(lines + end)
+        if rest:
+            self._held[stream.console], self._held_until = rest, time.monotonic() + HOLD_S
+
+    def _release(self) -> None:
+        """Show lines that have no end, such as a line of progress."""
+        for console, part in self._held.items():
+            self._consoles[console].write(part)
+        self._held = {}
 
     def _keep(self, part: bytes) -> None:
         """Write to the log, or remember it for the log."""
@@ -214,7 +235,7 @@ class _Console(threading.Thread):
         self._changed = threading.Condition()
         self._parts: deque[bytes] = deque()
         self._num_kept = self._num_lost = 0  # bytes
-        self._frame: Frame | None = None
+        self._frame: ViewFrame | None = None
         self._size = Size(0, 0)
         self._is_painted, self._is_ending = True, False
         self.start()
@@ -228,7 +249,7 @@ class _Console(threading.Thread):
             self._parts.append(part)
             self._changed.notify()
 
-    def show(self, frame: Frame | None) -> None:
+    def show(self, frame: ViewFrame | None) -> None:
         """Show a frame, or repaint it if the terminal's size has changed."""
         size = _size_of(self._file) if frame is not None else self._size
         with self._changed:
