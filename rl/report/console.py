@@ -5,14 +5,13 @@ from collections.abc import Mapping, Sequence
 
 from rl.common.notices import NOTICES
 from rl.common.text import count_of
+from rl.report.accounting import describe_bound
 from rl.report.live import LiveView
 
 # Labels and metrics of the line that a step prints.
 SHOWN = {"reward": "reward/mean", "errors": "reward/errors", "timeouts": "reward/timeouts", "eval": "eval/accuracy"}
 SHOWN |= {"loss": "loss/policy", "mismatch": "policy/mismatch_kl", "length": "rollout/length_mean"}
 SHOWN |= {"tokens/s": "perf/tokens_per_s", "seconds": "time/step"}
-WAITS = {"sampling": "perf/waits_for_sampling", "training": "perf/waits_for_training"}
-WAITS |= {"publishing": "perf/waits_for_publishing"}
 FAILURES = ("errors", "timeouts")  # counts that are shown only if they are not 0
 
 
@@ -39,7 +38,7 @@ class RunConsole:
             for label, name in SHOWN.items()
             if name in values and (values[name] or label not in FAILURES)
         )
-        bound = _describe_bound(values)
+        bound = describe_bound(values)
         line = f"step {step}/{self._num_steps}  {shown}" + (bound and f"  {bound}")
         if self._view is not None:
             self._view.write(step, values, self._rewards, bound)
@@ -66,12 +65,3 @@ class RunConsole:
         steps = count_of(len(self._rewards), "step")
         engine = engine_name and f", engine {engine_name}"  # without one, nothing was sampled
         print(f"{self._name}: reward {first:.2f} -> {last:.2f} in {steps}, {took}{engine}", flush=True)
-
-
-def _describe_bound(values: Mapping[str, float]) -> str:
-    """Return the end of a step's line: what most of the step was spent waiting for, and its share of the step."""
-    waits = {what: values[name] for what, name in WAITS.items() if name in values}
-    if not waits:
-        return ""
-    bound = max(waits, key=waits.__getitem__)
-    return f"waits {waits[bound]:.0%} for {bound}"

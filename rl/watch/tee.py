@@ -5,6 +5,9 @@ terminal, the rank gets a pseudo-terminal instead of a pipe, so progress bars ke
 output, for example after Ctrl-S, does not hold up the rank. Lines are passed on as a whole, because all ranks of a node
 share a console.
 
+Logs are bounded: when one has MAX_LOG bytes, it gets the suffix .1, replaces an older file of that name, and a new one
+begins. The logs of the newest MAX_ATTEMPTS attempts are kept.
+
 On the leader, the process also keeps the live view on the terminal (screen.py), and removes it when the rank ends.
 """
 
@@ -12,6 +15,7 @@ import fcntl
 import json
 import os
 import queue
+import shutil
 import socket
 import sys
 import termios
@@ -31,6 +35,8 @@ from rl.watch.screen import Screen, Size, ViewFrame, find_terminal_owner, is_in_
 MAX_EARLY = 4 << 20  # bytes kept until the run's folder is known
 MAX_BEHIND = 16 << 20  # bytes waiting for a slow disk; further output is not logged
 MAX_UNSHOWN = 4 << 20  # bytes waiting for a console; further output is only logged
+MAX_LOG = 32 << 20  # bytes of a log before it is moved aside
+MAX_ATTEMPTS = 50  # attempts whose logs are kept
 HANG_S = 5.0  # without progress of the disk, after which the rest of the log is given up
 MESSAGE = b"oneworld: "  # begins our messages
 TICK_S = 1.0  # between two checks of the terminal's size
@@ -52,7 +58,7 @@ class TeeLink:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
-            socket.send_fds(self._connection, [b"log"], [file])
+            socket.send_fds(self._connection, [os.fsencode(path.absolute())], [file])
         finally:
             os.close(file)
 
@@ -98,8 +104,20 @@ def start_tee() -> TeeLink:
 
 
 def next_attempt(logs: Path) -> int:
-    numbers = [path.name.removeprefix("attempt_") for path in logs.glob("attempt_*")]
-    return 1 + max((int(number) for number in numbers if number.isdecimal()), default=0)
+    return 1 + max(_attempts(logs), default=0)
+
+
+def remove_old_attempts(logs: Path, attempt: int) -> None:
+    """Remove the logs of all but the newest MAX_ATTEMPTS attempts, of which `attempt` is the last."""
+    for number, folder in _attempts(logs).items():
+        if number <= attempt - MAX_ATTEMPTS:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _attempts(logs: Path) -> dict[int, Path]:
+    """Return the folders of attempts by number."""
+    found = {path.name.removeprefix("attempt_"): path for path in logs.glob("attempt_*")}
+    return {int(number): path for number, path in found.items() if number.isdecimal()}
 
 
 class _Stream(NamedTuple):
@@ -166,7 +184,7 @@ class _Tee:
         except OSError:
             packet, files = b"", []
         if files:
-            self._log = _Log(files[0])
+            self._log = _Log(files[0], packet)
             self._log.write(self._early or b"")
             self._early = None
         elif packet:
@@ -296,9 +314,9 @@ def _size_of(console: int) -> Size:
 class _Log(threading.Thread):
     """Write the log in a thread. If the disk hangs or is full, log lines are lost, but the run and console go on."""
 
-    def __init__(self, file: int):
+    def __init__(self, file: int, path: bytes):
         super().__init__(daemon=True)
-        self._file = file
+        self._file, self._path, self._num_bytes = file, path, os.fstat(file).st_size
         self._parts: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._num_taken = self._num_written = 0  # bytes
         self.start()
@@ -320,6 +338,18 @@ class _Log(threading.Thread):
         while (part := self._parts.get()) is not None:
             _write(self._file, part)
             self._num_written += len(part)
+            self._num_bytes += len(part)
+            if self._num_bytes >= MAX_LOG:
+                self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        """Move the file aside, and begin another one. If that fails, the next MAX_LOG bytes go to the same file."""
+        self._num_bytes = 0
+        with suppress(OSError):
+            os.replace(self._path, self._path + b".1")
+            file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            os.close(self._file)
+            self._file = file
 
 
 def _write(file: int, part: bytes) -> bool:
