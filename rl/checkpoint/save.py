@@ -26,8 +26,10 @@ from rl.checkpoint.manifest import CheckpointError, File, Manifest, step_folder
 from rl.checkpoint.snapshot import HostCopier, Snapshot
 from rl.checkpoint.store import POLL_S, CheckpointStore
 from rl.checkpoint.write import CheckpointWriter, RunDescription, StoredFile
+from rl.common.events import write_event
 from rl.placement.roles import Placement
 from rl.watch.heart import OWN
+from rl.watch.ledger import DISK, Awaited
 from rl.world.faults import Stopped
 from rl.world.messages import Letter, Mailbox, Message, waiting
 from rl.world.world import World
@@ -42,7 +44,7 @@ class FilesWritten(Message):
 
     step: int
     rank_state: dict[str, Any]
-    awaited = "the other ranks' files of the checkpoint"
+    awaited = Awaited("the other ranks' files of the checkpoint", DISK)
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,7 @@ class Saver:
     def _wait(self, event: threading.Event) -> None:
         began = time.monotonic()
         while not event.is_set():
-            with waiting(what := self._waits_for):
+            with waiting(Awaited(what := self._waits_for, DISK)):
                 while what == self._waits_for and not event.wait(POLL_S):
                     self._mail.check()
         self._blocked_s += time.monotonic() - began
@@ -203,6 +205,7 @@ class Saver:
         if old:
             store.call_all(CheckpointDirectory.remove, save_id, old)
             self.steps -= set(old)
+        write_event(store.root.parent, "checkpoint", step, f"step {step} is saved")
         self._warn_about_copies(files)
         self._times = SaveTimes(time.monotonic() - self._started_at)
         for rank in self._placement.actors:

@@ -28,6 +28,7 @@ from rl.model.host_memory import to_device
 from rl.model.logprobs import hidden_size_of
 from rl.model.shards import LocalSlice, local_slices, reshard
 from rl.report.metrics import Measures
+from rl.watch.heart import HEART
 
 
 @dataclass(frozen=True)
@@ -193,7 +194,8 @@ class ShardedTrainer:
     def _total_denominator(self, mini_batch: Batch) -> Tensor:
         """Return the denominator of the loss over all ranks."""
         denominator = self._denominator(mini_batch).to(torch.float64)
-        dist.all_reduce(denominator, group=self._pg)
+        with HEART.in_collective("actor"):
+            dist.all_reduce(denominator, group=self._pg)
         return denominator
 
     def _run_passes(

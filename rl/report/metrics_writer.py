@@ -2,13 +2,17 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+from rl.common.events import Kind, write_event
+from rl.report.accounting import AccountingFile
 from rl.report.console import RunConsole
-from rl.report.events import Kind, write_event
 from rl.report.histogram import Histogram
 from rl.report.rows import RowFile
 from rl.report.tensorboard import EventWriter
+from rl.watch.ledger import RankAccount
+
+ACCURACY = "eval/accuracy"  # every evaluation has it
 
 
 class Sink(Protocol):
@@ -35,8 +39,9 @@ class MetricsWriter:
         continues: bool = False,
     ):
         run_dir.mkdir(parents=True, exist_ok=True)
-        self._run_dir = run_dir
+        self._run_dir, self._num_steps, self._step = run_dir, num_steps, step
         self._rows = RowFile(run_dir, step, continues)
+        self._accounting = AccountingFile(run_dir, step)
         self._events = EventWriter(run_dir, step + 1 if step or continues else 0)
         rewards = [row["reward/mean"] for row in self._rows.kept if "reward/mean" in row]
         self._console = RunConsole(run_dir.name, num_steps, rewards)
@@ -47,13 +52,20 @@ class MetricsWriter:
     ) -> None:
         """Write a step's metrics. `version` is the newest published version, from which the next step samples.
         Histograms go to metrics.jsonl and TensorBoard only."""
+        self._step = step
         histograms = histograms or {}
         self._rows.write(step, version, values, histograms)
+        if ACCURACY in values:
+            self.note("evaluation", step, f"{ACCURACY} {values[ACCURACY]:.4g}")
         for sink in self._sinks:
             sink.write(step, values)
         for name, histogram in histograms.items():
             self._events.write_histogram(name, histogram, step)
         self._console.write(step, values)
+
+    def write_accounts(self, accounts: Sequence[RankAccount], hosts: Sequence[str], about: Mapping[str, Any]) -> None:
+        """Write what the ranks did in a step to accounting.jsonl. See AccountingFile."""
+        self._accounting.write(accounts, hosts, about)
 
     def write_text(self, name: str, text: str, step: int) -> None:
         self._events.write_text(name, text, step)
@@ -65,11 +77,13 @@ class MetricsWriter:
             self._console.warn(text)
 
     def close(self, engine_name: str) -> None:
-        """Print a summary and close the files."""
+        """Note the end of the run, print a summary and close the files."""
+        self.note("end", self._step, f"step {self._step} of {self._num_steps} is done")
         self._console.close(engine_name)
         self.close_files()
 
     def close_files(self) -> None:
         self._rows.close()
+        self._accounting.close()
         for sink in self._sinks:
             sink.close()

@@ -26,6 +26,7 @@ from rl.rollout.orders import Collected, OrderGate, OrderService
 from rl.rollout.overlap import OverlapGate, OverlapService
 from rl.rollout.service import RolloutService, ScoredGroup
 from rl.rollout.use import EngineUse
+from rl.watch.ledger import Awaited
 from rl.world.messages import Letter, Message
 from rl.world.orders import Action
 from rl.world.service import Service, serve
@@ -181,11 +182,11 @@ class Rollouts(Service):
         """
         if self._gate is not None:
             self._gate.open()
-        self._awaited = f"rank {self._leader} to start a batch"
+        self._awaited = Awaited(f"rank {self._leader} to start a batch", "actor")
         serve(self._world, self._services, until=lambda: batch in self._owners)
         owners = self._owners.pop(batch)
         num_own = owners.count(self._actors.index(self._mail.rank))  # not in `until`, which runs at every engine step
-        self._awaited = "groups from the engines"
+        self._awaited = Awaited("groups from the engines", "rollout")
         serve(self._world, self._services, until=lambda: len(self._arrived[batch]) == num_own)
         arrived = self._arrived.pop(batch)
         groups = {position: rollouts for position, (_, rollouts) in arrived.items() if rollouts is not None}

@@ -28,6 +28,7 @@ from rl.rollout.speeds import StepTimer
 from rl.rollout.turns import Conversations
 from rl.rollout.use import UseMeter
 from rl.watch.heart import HEART, size_class
+from rl.watch.ledger import Awaited
 from rl.world.messages import Letter, Message
 from rl.world.orders import Order
 from rl.world.service import Service
@@ -157,12 +158,13 @@ class RolloutService(Service):
     @property
     def awaited(self) -> str:
         if any(group.num_unscored for group in self._groups.values()):
-            return "the scores of its responses"
+            return Awaited("the scores of its responses", "reward")
         if self.is_scoring:
-            return "the tools and environments of its conversations"
+            return Awaited("the tools and environments of its conversations", "environment")
         if self._to_restart:
-            return "weights for its new engine"
-        return f"work from rank {self._leader if self.host.is_lead else self.host.lead}"
+            return Awaited("weights for its new engine", "actor")
+        # A follower waits whenever its lead does, and that is nearly always for the actors.
+        return Awaited(f"work from rank {self._leader if self.host.is_lead else self.host.lead}", "actor")
 
     @property
     def _can_restart(self) -> bool:
@@ -213,16 +215,19 @@ class RolloutService(Service):
             return self._begin(groups)
         self._tell_followers(StepEngine())
         num_responses, started = self.engine.num_unfinished, time.perf_counter()
-        reads_prompts, was_decoding = self._num_prompt_tokens > 0, self._is_decoding
+        num_prompt_tokens, was_decoding = self._num_prompt_tokens, self._is_decoding
         try:
             ended = self._step()
         except Exception as error:
             return self._recover(error)
         step_s, num_tokens = time.perf_counter() - started, sum(len(done.tokens) for done in ended)
         # An engine that schedules asynchronously waits for the prompts of a step in the next one.
-        self._is_decoding = not reads_prompts
+        self._is_decoding = not num_prompt_tokens
         if was_decoding and self._is_decoding:
             self._timer.add(num_responses, step_s)
+            self._world.accounts.engine_steps.add_decode(num_responses, step_s)
+        else:
+            self._world.accounts.engine_steps.add_prefill(num_responses, step_s, num_prompt_tokens)
         self._meter.add(num_tokens, step_s, self.engine.kv_use, self.engine.kv_bytes)
         HEART.beat(f"{self.engine.num_unfinished} responses", num_tokens)
         is_last_of_group = [self._take(completion) for completion in ended]

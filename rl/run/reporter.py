@@ -13,6 +13,7 @@ from rl.data.batch import Batch
 from rl.data.group_file import groups_to_bytes, split_groups
 from rl.data.prompts import Tokenizer
 from rl.model.flops import peak_flops
+from rl.report.accounting import describe_bound, summarize
 from rl.report.describe import show
 from rl.report.histogram import Histogram
 from rl.report.metrics_writer import MetricsWriter
@@ -95,9 +96,15 @@ class Reporter:
         if batch is not None:
             values = values | {"perf/tokens_per_s": values["rollout/tokens"] / seconds["time/step"]}
             rounds = self._rollouts.take_times()
-            values |= measure_waits(seconds, rounds)
+            values |= find_slowest(rounds)
             values |= measure_mfu(values, seconds, rounds, self._peak_flops)
             values |= describe_uses(self._rollouts.take_uses())
+            accounts = self._world.accounts.take(version)
+            values |= summarize(accounts)
+            about = {"step": step, "bound": describe_bound(values | seconds)}
+            if batch.num_sequences:
+                about["prompt_tokens"] = round(float(batch.prompt_lengths.double().mean()), 1)
+            self._writer.write_accounts(accounts, self._world.hosts, about)
             if metrics.samples_interval and (step - 1) % metrics.samples_interval == 0:
                 self._writer.write_text("rollout/samples", show(batch, self._tokenizer, metrics.num_samples), step)
         self._writer.write(step, version, values | seconds | self._world.take_usage(), histograms)
@@ -106,24 +113,13 @@ class Reporter:
         return f"step_{self._world.step}.rank_{self._world.rank}"
 
 
-def measure_waits(seconds: Mapping[str, float], rounds: Sequence[BatchTime]) -> dict[str, float]:
-    """Return the share of a step in which actors wait for sampling, engines wait for training, and all wait for the
-    weight sync. Scoring is a part of sampling. The largest share bounds the step. Also name the engine that cost a
-    round the most time."""
-    step_s, sync_s = seconds["time/step"], seconds["time/sync"]
-    trained_s = sum(each.trained_s for each in rounds)
-    # The rounds, or what the actors waited for them if that is longer: then it includes the scores.
-    sampling_s = max(sum(each.seconds for each in rounds), seconds["time/rollout"])
-    waits = {
-        "perf/waits_for_sampling": max(0.0, seconds["time/rollout"] - trained_s) / step_s,
-        "perf/waits_for_training": max(0.0, step_s - sampling_s - sync_s) / step_s,
-        "perf/waits_for_publishing": sync_s / step_s,
-    }
+def find_slowest(rounds: Sequence[BatchTime]) -> dict[str, float]:
+    """Return metrics of the engine that cost a round of this step the most time."""
     slowest = max(rounds, key=lambda each: each.cost_s, default=None)
-    if slowest is not None and slowest.cost_s:
-        waits |= {"perf/slowest_engine": float(slowest.slowest), "perf/slowest_engine_s": slowest.cost_s}
-        waits |= {"perf/slowest_engine_speed": slowest.speed}
-    return waits
+    if slowest is None or not slowest.cost_s:
+        return {}
+    found = {"perf/slowest_engine": float(slowest.slowest), "perf/slowest_engine_s": slowest.cost_s}
+    return found | {"perf/slowest_engine_speed": slowest.speed}
 
 
 def measure_mfu(

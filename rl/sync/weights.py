@@ -108,6 +108,7 @@ class WeightSync:
         """`version` is the last published version. It is not 0 when a run resumes."""
         self.version = version
         self.metrics: dict[str, float] = {}  # of the last version; equal on all ranks
+        self.before_version: Callable[[int], None] = lambda version: None  # called when the sync of a version begins
         self._step = 0  # the step that samples from the current version; only actors know it
         self._round = self._num_published = 0
         self._has_opaque = False  # whether a receiver of any rank cannot be read back
@@ -177,6 +178,8 @@ class WeightSync:
         what, is_again = f"version {version} of the weights", version == self.version
         self._taking = [(receiver, layout) for receiver, layout in self._receivers if receiver.version != version]
         self._num_published += not is_again
+        if not is_again:
+            self.before_version(version)
         interval = self._config.probe_interval
         # The first two versions are always probed: engines hold dummy weights before the first, and have sampled for
         # the first time before the second.

@@ -171,7 +171,7 @@ class Board:
             stop, fatal, line = True, text, f"{FATAL}: {report.describe_repetition()}"
             text += f"\n{line}"
         self.verdict = {"stop": stop, "fatal": fatal, "is_told": report.cause in TOLD_TO_END, "line": line}
-        self.verdict["end"] = report.describe_end(is_final=stop)
+        self.verdict |= {"end": report.describe_end(is_final=stop), "step": report.step}
         for rank in self.entries:
             self._tell(rank, "abort", **self.verdict)
         self._say(text)

@@ -21,6 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rl.common.events import Kind, write_end_of_world
 from rl.common.files import WAIT_S, write_atomically
 from rl.common.json_channel import JsonChannel
 from rl.watch.board import BEAT_S
@@ -87,7 +88,7 @@ class Watchdog:
         self._about: dict[str, int] = {}  # about the process and its GPU, for status files
         self._gpu = GpuMeter("")  # until the rank names its card
         self._has_raised = self._is_unfit = self._is_done = self._is_aborted = self._is_final = self._is_told = False
-        self._end = ""  # how the world ended, for status files
+        self._end, self._end_step = "", 0  # how the world ended, and at which step, for status files and events
         self._lease: LeaseKeeper | None = None  # only in the watchdog of a node's first rank
         self._renewed_at = 0.0
         self._quiet_until = 0.0
@@ -247,7 +248,7 @@ class Watchdog:
     def _on_lost_board(self, text: str) -> None:
         if self._is_settled:
             return
-        self._end = f"rank 0 {text}"
+        self._end, self._end_step = f"rank 0 {text}", self._monitor.beat.activity.step
         if self._local_rank == 0:  # one line per node, because no board prints one for all
             rank, host, stage = self._monitor.rank, self._monitor.host, self._monitor.beat.activity.stage
             self._say_last(f"oneworld: rank 0 {text} (seen by rank {rank} on {host}, stage {stage})")
@@ -263,7 +264,7 @@ class Watchdog:
         elif kind == "wait":
             self._quiet_until = time.monotonic() + self._monitor.silence.floor_s
         elif kind == "abort" and not self._is_aborted:
-            self._end = message.pop("end", self._end)
+            self._end, self._end_step = message.pop("end", self._end), message.pop("step", self._end_step)
             self._is_aborted = True
             self._abort(**message)
 
@@ -290,6 +291,9 @@ class Watchdog:
             if self._lease.lost:
                 return
         history = AttemptHistory(folder)
+        if self._lease is not None and self._lease.renews:  # true of one watchdog per disk
+            kind: Kind = "stop" if self._is_told else "fault"
+            write_end_of_world(folder, self._monitor.world, kind, self._end_step, self._end)
         if fatal:
             history.write_fatal(fatal)
         if self._server is not None:

@@ -22,6 +22,7 @@ from rl.common.json_channel import JsonChannel
 from rl.config.schema import Config, ConfigError
 from rl.placement.nodes import Nodes
 from rl.watch.recorder import keep_collectives
+from rl.world.accounts import Accounts
 from rl.world.address import own_address
 from rl.world.bootstrap import refuse, watchdog_channel
 from rl.world.debugger import Debugger
@@ -62,6 +63,7 @@ class World:
         self._restarts = Restarts(self.rank, local_rank)
         self.progress = Progress(self.rank, self._restarts)
         self.stage = self.progress.stage
+        self.accounts = Accounts(mail, self.progress)
         self._debugger = Debugger(self.rank, self._print_about_debugger)
         self.faults = FaultReporter(self.progress, mail, watchdog, self._debugger)
         self._signals = Signals(mail, self.faults)
@@ -75,6 +77,11 @@ class World:
     @property
     def step(self) -> int:
         return self.progress.step
+
+    @property
+    def attempt(self) -> int:
+        """The number of this start among all starts of the run."""
+        return self._restarts.attempt
 
     @property
     def roles(self) -> str:
