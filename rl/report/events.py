@@ -1,5 +1,6 @@
 """The events of a run that the leader writes: where an attempt starts, and why. rl/common/events.py has the file."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from rl.common.events import EVENTS, Event, Kind, read_events, write_event
@@ -10,12 +11,12 @@ ENDINGS: tuple[Kind, ...] = ("fault", "stop", "end")
 STARTS: tuple[Kind, ...] = ("start", "resume")
 
 
-def begin_events(run_dir: Path, step: int, attempt: int, world: str, repeated: str, is_restart: bool) -> None:
+def begin_events(run_dir: Path, step: int, attempt: int, world: str, details: Sequence[str], is_restart: bool) -> None:
     """Write the start of an attempt from `step`, and what came before it.
 
     If the run starts over, events of an earlier run with the same name are set aside. `is_restart` says that an
     earlier attempt of the same launch has written to the folder. Then its events stay, even if it saved no step.
-    `repeated` names the steps that are done again, if any are.
+    `details` are added to the event, if they are not empty.
     """
     if not step and not is_restart:
         set_aside(run_dir / EVENTS)
@@ -25,7 +26,7 @@ def begin_events(run_dir: Path, step: int, attempt: int, world: str, repeated: s
         texts[0] += f" continues after step {step}"
     if before:
         texts.append(_describe_end(before))
-    texts += [repeated] if repeated else []
+    texts += [detail for detail in details if detail]
     write_event(run_dir, "resume" if before or step else "start", step, "; ".join(texts), world)
 
 

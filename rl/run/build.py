@@ -6,7 +6,6 @@ only trains does not import vLLM.
 
 import dataclasses
 import functools
-from pathlib import Path
 
 import msgspec
 import torch
@@ -18,7 +17,6 @@ from rl.checkpoint.checkpoints import Checkpoints
 from rl.checkpoint.resume import Resume, check_prompts, read_groups, restore
 from rl.checkpoint.save import Saver
 from rl.checkpoint.write import RunDescription, read_hf_files
-from rl.common.events import EVENTS
 from rl.common.text import count_of
 from rl.config.schema import Config, ConfigError
 from rl.data.prompts import PromptStream
@@ -28,10 +26,7 @@ from rl.learner.overlap import OverlappedUpdate, why_overlap_waits
 from rl.learner.policy import PolicyTrainer
 from rl.learner.scoring import Scorer
 from rl.model.shards import TensorInfo
-from rl.report.events import begin_events
-from rl.report.metrics_writer import MetricsWriter
-from rl.report.rows import METRICS, last_step
-from rl.report.writers import open_writers
+from rl.report.health import Finding
 from rl.rewards.find import read_rules
 from rl.rollout.balance import Balancer
 from rl.rollout.collect import Rollouts
@@ -43,14 +38,15 @@ from rl.rollout.schedule import Schedule, ScheduleState, describe_lag, plan_sche
 from rl.run.actor import Actor
 from rl.run.models import build_critic, build_learner, build_scorer, load_reference
 from rl.run.open import Run
+from rl.run.record import begin_story
 from rl.run.reporter import Reporter
+from rl.run.reporting import build_health, build_writer
 from rl.run.serve import build_rollout_service, build_sync
 from rl.sync.weights import WeightSource, share_tensors
 from rl.watch.heart import HEART
 from rl.watch.reports import ServiceUnavailable
 from rl.world.bootstrap import enable_garbage_collection
-from rl.world.orders import Action
-from rl.world.restarts import launcher_process
+from rl.world.orders import Action, Order
 
 
 def build_actor(run: Run, trains: bool = True) -> Actor:
@@ -58,7 +54,7 @@ def build_actor(run: Run, trains: bool = True) -> Actor:
     config, mail, resume = run.config, run.world.mail, run.resume
     HEART.describe(num_steps=config.train.num_steps if trains else 0)
     if run.data is not None and trains and not config.debug.dry_run:
-        _begin_story(run)
+        begin_story(run)
     # Load the reference after the engine, which measures the free device memory while it is built.
     reference = functools.cache(lambda: load_reference(run))
     learner = build_learner(run, reference)
@@ -99,16 +95,25 @@ def build_actor(run: Run, trains: bool = True) -> Actor:
     rollouts = Rollouts(run.world, run.placement, num_mini_batches, service, execute, balancer, all_failed, overlap)
     if run.stored is not None and run.data is not None:
         rollouts.use_archive(run.stored.groups, samples=functools.partial(_skip_missing, run))
+    sampler = build_sampler(run, rollouts, trains)
+
+    def end_run(finding: Finding) -> None:
+        """Have all actors end the run while they wait for the next rollouts. After the last step, nothing is left."""
+        checkpoints.failure = finding.text
+        mail.send(run.world.rank, Order("save and fail" if finding.is_worth_saving else "fail"))
+
+    writer = build_writer(run, rollouts) if trains else None
+    health = build_health(run, writer, sampler.max_lag, end_run) if writer is not None else None
     actor = Actor(
         config,
         learner,
         critic,
         scorer,
-        build_sampler(run, rollouts, trains),
+        sampler,
         sync,
         checkpoints,
         build_evaluation(run, rollouts) if has_engines else None,
-        _build_reporter(run, rollouts, start_step, trains),
+        Reporter(run.world, config, run.folder, run.tokenizer, rollouts, writer, run.placement.actors, health),
         start_step,
         last_step,
         is_evaluated=not has_engines or (resume is not None and resume.manifest.state["is_evaluated"]),
@@ -243,42 +248,3 @@ def build_evaluation(run: Run, rollouts: Rollouts) -> Evaluation | None:
     sets = run.data.eval_sets if run.data is not None else {}
     first = {name: prompts[: config.eval.num_prompts or None] for name, prompts in sets.items()}
     return Evaluation(run.world.mail, run.placement, config, rollouts, run.tokenizer, run.folder, first)
-
-
-def _begin_story(run: Run) -> None:
-    """Note the start of this attempt in events.jsonl. Print which steps are done again. Called on the leader."""
-    step = run.start_step
-    repetition = _describe_repetition(run, step)
-    if repetition:
-        print(f"oneworld: {repetition}", flush=True)
-    run.folder.mkdir(parents=True, exist_ok=True)
-    is_restart = run.phase.name != "both" or _is_of_this_launch(run.folder / EVENTS)
-    begin_events(run.folder, step, run.world.attempt, run.world.id, repetition, is_restart)
-
-
-def _describe_repetition(run: Run, step: int) -> str:
-    """Say which steps were done before, but are not in the checkpoint of `step`. Return "" if none were."""
-    metrics = run.folder / METRICS
-    if not step and not _is_of_this_launch(metrics):
-        return ""  # a new run, whatever an earlier launch has left in its folder
-    last = min(last_step(metrics), run.config.train.num_steps)
-    if last <= step:
-        return ""
-    steps = f"step {last} is" if last == step + 1 else f"steps {step + 1} to {last} are"
-    reason = f"the last checkpoint is that of step {step}" if step else "no checkpoint was saved"
-    return f"{steps} done again, because {reason}"
-
-
-def _is_of_this_launch(file: Path) -> bool:
-    return file.exists() and file.stat().st_mtime >= launcher_process().create_time()
-
-
-def _build_reporter(run: Run, rollouts: Rollouts, step: int, trains: bool) -> Reporter:
-    writer = None
-    if run.data is not None and trains and not run.config.debug.dry_run:
-        run.world.collect_gpus()
-        is_phase = run.phase.name != "both"
-        others = open_writers(run.config, run.folder, is_new=not step)
-        writer = MetricsWriter(run.folder, run.config.train.num_steps, step, others, continues=is_phase)
-        run.world.at_end(lambda: writer.close(rollouts.engine_name))
-    return Reporter(run.world, run.config, run.folder, run.tokenizer, rollouts, writer, run.placement.actors)

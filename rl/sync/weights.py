@@ -8,6 +8,7 @@ stay in step, and every rank raises. verification.py says what is compared. A re
 leader's verdict. Until then it serves nothing.
 """
 
+import functools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -184,7 +185,9 @@ class WeightSync:
         # the first time before the second.
         is_due = self._num_published <= 2 or (interval > 0 and version % interval == 0)
         self._agree(f"{what}, not joined everywhere", SyncReport(self._round + 1), lambda reports: "")
-        self._agree(f"{what}, not transferred everywhere", self._move_buckets(), self._verifier.check_transfer)
+        began = time.perf_counter()
+        check_transfer = functools.partial(self._check_transfer, began, is_again)
+        self._agree(f"{what}, not transferred everywhere", self._move_buckets(), check_transfer)
         # An error in these forward passes ends the world at once, because other ranks compute in the same passes.
         if self._is_verified and (is_due or self._has_opaque) and not is_again and self._source is not None:
             # A rebuilt receiver may need the logprobs later, when the learner may be offloaded.
@@ -201,10 +204,16 @@ class WeightSync:
         self.version = version
         HEART.describe(version=version)
 
+    def _check_transfer(self, began: float, is_again: bool, reports: dict[int, SyncReport]) -> str:
+        """Compare the digests, and measure the transfer. Without digests, nobody waits until it is over."""
+        if self._is_verified and self._plan.receivers and not is_again:
+            self.metrics = {"perf/sync_gb_per_s": self._plan.num_bytes / 1e9 / (time.perf_counter() - began)}
+        return self._verifier.check_transfer(reports)
+
     def _check_probe(self, reports: dict[int, SyncReport]) -> str:
         gaps = [gap for _, gap in self._verifier.probe_gaps(reports)]  # none if no receiver has a model
         if gaps and self._config.probe_interval == 1:  # otherwise only some steps would have the metric
-            self.metrics = {"policy/probe_gap": max(gaps)}
+            self.metrics = self.metrics | {"policy/probe_gap": max(gaps)}
         return self._verifier.check_probe(reports, self._probe.limit)
 
     def _agree(self, failure: str, report: SyncReport, check: Check, is_timed: bool = True) -> None:

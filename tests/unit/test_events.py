@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,12 +10,13 @@ from rl.common import events as event_file
 from rl.common.events import EVENTS, FREQUENT, MAX_TEXT, Event, drop_old, read_events, write_end_of_world, write_event
 from rl.report.events import begin_events
 from rl.report.metrics_writer import MetricsWriter
+from rl.report.record import RECORD, NodeRecord, RunRecord, describe_changes, read_record, write_record
 
 KILLED = "rank 1 was lost at step 6: its process was killed by signal 9"
 
 
 def begin(folder: Path, step: int, attempt: int, repeated: str = "", is_restart: bool = True) -> None:
-    begin_events(folder, step, attempt, f"world{attempt}", repeated, is_restart)
+    begin_events(folder, step, attempt, f"world{attempt}", [repeated, ""], is_restart)
 
 
 def story(folder: Path) -> list[tuple[str, int, str]]:
@@ -119,3 +121,30 @@ def test_what_is_dropped_first() -> None:
     assert steps(sum(sizes) - sizes[1] - 1) == [0, 2, 4]
     assert steps(sizes[0] + sizes[4]) == [0, 4]
     assert steps(0) == [0]
+
+
+def record(**changes: Any) -> RunRecord:
+    config = {"train": {"num_steps": 24}, "run": {"dir": "runs"}, "placement": {"actor": "0-1"}}
+    values = {"config": config, "versions": {"torch": "2.9"}, "commit": "abc", "placement": "2 ranks", "nodes": []}
+    return RunRecord(**(values | changes))
+
+
+def test_a_record_is_read_as_it_was_written_but_without_credentials(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HUB_TOKEN", "hf_0123456789")
+    node = NodeRecord("a CPU", 8, 64.0, ["a GPU", "a GPU"])
+    assert read_record(tmp_path) is None
+    write_record(tmp_path, record(nodes=[node], config={"model": {"path": "https://ada:hf_0123456789@hub/model"}}))
+    assert read_record(tmp_path) == record(nodes=[node], config={"model": {"path": "https://***@hub/model"}})
+    (tmp_path / RECORD).write_text("{")
+    assert read_record(tmp_path) is None
+
+
+def test_what_has_changed_since_the_last_start_is_said() -> None:
+    assert describe_changes(None, record()) == ""
+    assert describe_changes(record(), record(config=record().config | {"run": {"dir": "elsewhere"}})) == ""
+    other = record(config={"train": {"num_steps": 48}, "placement": {"actor": "0-1"}}, versions={"torch": "2.10"})
+    assert describe_changes(record(), other) == "changed: train.num_steps 24 -> 48, torch 2.9 -> 2.10"
+    many = record(versions={f"p{number}": "1" for number in range(8)})
+    assert describe_changes(record(versions={}), many).endswith("p4 nothing -> 1, 3 more")

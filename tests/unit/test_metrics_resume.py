@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rl.report.metrics_writer import MetricsWriter
-from rl.run.build import _describe_repetition
+from rl.run.record import describe_repetition
 
 BEGAN = time.time()
 
@@ -113,6 +113,6 @@ def test_steps_that_are_done_again_are_named(step: int, num_steps: int, steps: s
     write(tmp_path, range(1, 8), 0, 0.0)
     config = SimpleNamespace(train=SimpleNamespace(num_steps=num_steps))
     run: Any = SimpleNamespace(folder=tmp_path, config=config)
-    assert _describe_repetition(run, step) == steps
+    assert describe_repetition(run, step) == steps
     os.utime(tmp_path / "metrics.jsonl", (0, 0))
-    assert bool(_describe_repetition(run, step)) == (bool(steps) and step > 0), "a new run that replaces an older one"
+    assert bool(describe_repetition(run, step)) == (bool(steps) and step > 0), "a new run that replaces an older one"
