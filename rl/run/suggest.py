@@ -21,10 +21,10 @@ from rl.common.text import count_of
 from rl.config.schema import PLACEMENT_SETTINGS, Config, ConfigError
 from rl.placement.roles import Placement, plan
 from rl.report.accounting import ACCOUNTING
+from rl.report.record import RECORD
 from rl.report.rows import METRICS, ROLLOUTS, read_metrics
 from rl.rollout.simulate import Setup, Speeds, Workload, estimate_step
 
-RECORD = "run.json"
 MIN_STEPS, MAX_STEPS = 3, 50  # that are used
 NUM_GROUPS = 512  # whose lengths are drawn from the histogram
 NUM_RESPONSES = 20_000  # that are simulated for each setup, about
