@@ -471,6 +471,10 @@ def check(reference: Reference, job: dict[str, Any], loss_tolerance: float, weig
     assert abs(values["loss/policy"] - policy) < loss_tolerance, (job, values, policy)
     assert abs(values["loss/kl"] - kl) < loss_tolerance, (job, values, kl)
     assert abs(values["policy/kl_old_new"] - moved) < loss_tolerance, (job, values, moved)
+    lengths, width = make_batch().lengths.double(), 2 * 4 * 8  # layers, heads and size of a head
+    num_parameters = sum(tensor.numel() for tensor in weights.values())
+    flops = ALGO["num_epochs"] * (6 * num_parameters * lengths.sum() + 6 * width * lengths.square().sum())
+    assert math.isclose(values["perf/update_tflop"], flops / 1e12, rel_tol=1e-9), (job, values, flops)
     got = weights_of(reference.folder, job)
     check_weights(got, weights, weight_tolerance, job)
     begun = load_file(reference.folder / job["model"] / "model.safetensors")

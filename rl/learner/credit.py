@@ -16,6 +16,7 @@ from rl.algo.segments import sequence_sums
 from rl.config.schema import AlgoConfig
 from rl.data.batch import Batch
 from rl.report.metrics import Measures, variance
+from rl.watch.heart import HEART
 
 
 def assign_credit(
@@ -72,7 +73,8 @@ def assign_credit(
             credit = rules.returns_to_go(token_rewards, segments, gamma)
     if is_standardized:
         moments = rules.moments(credit)
-        dist.all_reduce(moments, group=pg)
+        with HEART.in_collective("actor"):
+            dist.all_reduce(moments, group=pg)
         credit = rules.standardize(credit, moments)
     fields["advantages"] = batch.at_responses(credit)
     return whole.replace(**{name: whole.at_sequences(kept, field) for name, field in fields.items()})

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rl.algo.advantages import moments
 from rl.report.histogram import Histogram
+from rl.watch.heart import HEART
 
 Finish = Callable[[list[float]], float | None]  # from sums over all ranks to the figure; None: leave it out
 LEAST_VARIANCE = 1e-12  # of the mean square; what is smaller is a rounding error of the sums
@@ -90,7 +91,8 @@ class Measures:
             ]
             rows = [torch.cat(terms) for terms in parts]
             table = torch.cat(rows)
-            dist.all_reduce(table, group=pg)
+            with HEART.in_collective("actor"):
+                dist.all_reduce(table, group=pg)
             for name, row in zip(summed, table.split([len(row) for row in rows]), strict=True):
                 if name in self._edges:
                     self.histograms[name] = Histogram(self._edges[name], row.long().tolist())
@@ -98,7 +100,8 @@ class Measures:
                     reduced[name] = value
         if maxima:
             table = torch.stack([torch.stack(self._maxima[name]).max().cpu() for name in maxima])
-            dist.all_reduce(table, dist.ReduceOp.MAX, group=pg)
+            with HEART.in_collective("actor"):
+                dist.all_reduce(table, dist.ReduceOp.MAX, group=pg)
             reduced |= dict(zip(maxima, table.tolist(), strict=True))
         return reduced
 

@@ -29,6 +29,7 @@ class RowFile:
         if not step and not continues:
             set_aside(path)
             set_aside(run_dir / "eval.jsonl")
+            set_aside(run_dir / "accounting.jsonl")
         self.kept = [row for row in read_metrics(path) if row["step"] <= step]  # rows of earlier starts
         write_atomically(path, "".join(json.dumps(row) + "\n" for row in self.kept))
         self._file = path.open("a", buffering=1)

@@ -24,6 +24,7 @@ from rl.rollout.collect import Gathered, Rollouts
 from rl.rollout.dispatch import Sampling
 from rl.rollout.held import HeldGroups
 from rl.rollout.schedule import Round, Schedule
+from rl.watch.heart import HEART
 
 PROBLEM_METRICS = frozenset(f"environment/{name}" for name in PROBLEMS)
 MAX_BINS = 32  # of the histogram of lengths
@@ -63,6 +64,11 @@ class Sampler:
         self._held = held if held is not None else HeldGroups()
         self._in_flight: InFlight | None = None
         self._scored: set[str] = set()  # names of scores so far, including parts; equal on all actors
+
+    @property
+    def max_lag(self) -> int:
+        """The largest lag that a token can have when it is trained on."""
+        return self._schedule.state.max_lag
 
     def sample(self, version: int, measures: Measures) -> Sampled:
         """Return the next batch. Sample rounds from this version of the weights until the schedule has one. A round
@@ -152,7 +158,8 @@ class Sampler:
             outcomes[position] = INFORMATIVE if is_kept else FINISHED
         outcomes[list(gathered.missing)] = MISSING
         outcomes[len(gathered.owners) :] = torch.tensor(counts)
-        dist.all_reduce(outcomes, group=self.pg)  # only the owner of a group adds something
+        with HEART.in_collective("actor"):
+            dist.all_reduce(outcomes, group=self.pg)  # only the owner of a group adds something
         *found, num_preemptions, num_kept_tokens, num_read_tokens, num_cached_tokens = outcomes.tolist()
         self._held.counts["rollout/preemptions"] += num_preemptions
         self._held.counts["rollout/kept_kv_tokens"] += num_kept_tokens
@@ -174,7 +181,8 @@ class Sampler:
         """Add the lag of each token. Raise if the schedule's bound does not hold."""
         lags = torch.where(batch.loss_mask, version - batch.versions, 0).int()
         most = torch.tensor([int(lags.max()), -int(lags.min())] if lags.numel() else [0, 0])
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.pg)
+        with HEART.in_collective("actor"):
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=self.pg)
         largest, bound = int(most[0]), self._schedule.state.max_lag
         if largest > bound or most[1] > 0:
             raise RuntimeError(
