@@ -8,6 +8,8 @@ from rl.common.events import Kind, write_event
 from rl.report.accounting import AccountingFile
 from rl.report.console import RunConsole
 from rl.report.histogram import Histogram
+from rl.report.live import LiveView
+from rl.report.prometheus import PrometheusEndpoint
 from rl.report.rows import RowFile
 from rl.report.tensorboard import EventWriter
 from rl.watch.ledger import RankAccount
@@ -27,7 +29,7 @@ class MetricsWriter:
     """Write the metrics of a run. Only the leader has a writer.
 
     `step` is the step from which the run resumes; 0: it starts over, unless this command `continues` a run in phases.
-    `others` get the metrics too.
+    `others` and the endpoint for Prometheus get the metrics too. `view` shows them on a terminal.
     """
 
     def __init__(
@@ -37,15 +39,21 @@ class MetricsWriter:
         step: int = 0,
         others: Sequence[Sink] = (),
         continues: bool = False,
+        endpoint: PrometheusEndpoint | None = None,
+        view: LiveView | None = None,
     ):
         run_dir.mkdir(parents=True, exist_ok=True)
         self._run_dir, self._num_steps, self._step = run_dir, num_steps, step
         self._rows = RowFile(run_dir, step, continues)
         self._accounting = AccountingFile(run_dir, step)
         self._events = EventWriter(run_dir, step + 1 if step or continues else 0)
-        rewards = [row["reward/mean"] for row in self._rows.kept if "reward/mean" in row]
-        self._console = RunConsole(run_dir.name, num_steps, rewards)
+        self.kept_rows = self._rows.kept  # of earlier starts of the run
+        rewards = [row["reward/mean"] for row in self.kept_rows if "reward/mean" in row]
+        self._console = RunConsole(run_dir.name, num_steps, rewards, step, view)
         self._sinks: list[Sink] = [self._events, *others]
+        self._endpoint = endpoint
+        if endpoint is not None and endpoint.warning:
+            self.note("warning", step, endpoint.warning)
 
     def write(
         self, step: int, version: int, values: Mapping[str, float], histograms: Mapping[str, Histogram] | None = None
@@ -61,6 +69,8 @@ class MetricsWriter:
             sink.write(step, values)
         for name, histogram in histograms.items():
             self._events.write_histogram(name, histogram, step)
+        if self._endpoint is not None:
+            self._endpoint.write(step, version, values)
         self._console.write(step, values)
 
     def write_accounts(self, accounts: Sequence[RankAccount], hosts: Sequence[str], about: Mapping[str, Any]) -> None:
@@ -87,3 +97,5 @@ class MetricsWriter:
         self._accounting.close()
         for sink in self._sinks:
             sink.close()
+        if self._endpoint is not None:
+            self._endpoint.close()
