@@ -4,10 +4,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from rl.config.schema import Config
+from rl.placement.roles import Placement
 from rl.report.console import RunConsole
 from rl.report.events import Kind, write_event
 from rl.report.histogram import Histogram
 from rl.report.rows import RowFile
+from rl.report.run_texts import list_hyperparameters, make_texts
 from rl.report.tensorboard import EventWriter
 
 
@@ -37,7 +40,8 @@ class MetricsWriter:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._run_dir = run_dir
         self._rows = RowFile(run_dir, step, continues)
-        self._events = EventWriter(run_dir, step + 1 if step or continues else 0)
+        names = {name for row in self._rows.kept for name in row}
+        self._events = EventWriter(run_dir, step + 1 if step or continues else 0, names)
         rewards = [row["reward/mean"] for row in self._rows.kept if "reward/mean" in row]
         self._console = RunConsole(run_dir.name, num_steps, rewards)
         self._sinks: list[Sink] = [self._events, *others]
@@ -54,6 +58,10 @@ class MetricsWriter:
         for name, histogram in histograms.items():
             self._events.write_histogram(name, histogram, step)
         self._console.write(step, values)
+
+    def describe_run(self, config: Config, placement: Placement) -> None:
+        """Show the settings and the placement in TensorBoard."""
+        self._events.describe(make_texts(config, placement), list_hyperparameters(config))
 
     def write_text(self, name: str, text: str, step: int) -> None:
         self._events.write_text(name, text, step)

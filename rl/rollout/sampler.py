@@ -23,6 +23,7 @@ from rl.rewards.totals import PROBLEMS, total
 from rl.rollout.collect import Gathered, Rollouts
 from rl.rollout.dispatch import Sampling
 from rl.rollout.held import HeldGroups
+from rl.rollout.sample_exchange import SampleExchange
 from rl.rollout.schedule import Round, Schedule
 
 PROBLEM_METRICS = frozenset(f"environment/{name}" for name in PROBLEMS)
@@ -61,6 +62,7 @@ class Sampler:
         self._schedule, self.sampling, self._algo, self._rewards = schedule, sampling, algo, rewards
         self._held = held if held is not None else HeldGroups()
         self._in_flight: InFlight | None = None
+        self.exchange: SampleExchange | None = None  # set it before the first batch to show samples
         self._scored: set[str] = set()  # names of scores so far, including parts; equal on all actors
 
     def sample(self, version: int, measures: Measures) -> Sampled:
@@ -80,6 +82,8 @@ class Sampler:
             self._count(measures, "rollout/queue", len(state.queue) + sum(map(len, state.batches)))
         kept = {*state.carried, *state.finished}
         self._measure_rewards(kept, measures)
+        if self.exchange is not None:
+            self.exchange.collect(numbers, held, self.stream)
         held.drop_others(kept)
         return Sampled(batch, numbers)
 

@@ -35,6 +35,7 @@ from rl.rollout.collect import Rollouts
 from rl.rollout.dispatch import Sampling
 from rl.rollout.held import HeldGroups
 from rl.rollout.overlap import OverlapService
+from rl.rollout.sample_exchange import SampleExchange
 from rl.rollout.sampler import Sampler
 from rl.rollout.schedule import Schedule, ScheduleState, describe_lag, plan_schedule
 from rl.run.actor import Actor
@@ -94,16 +95,18 @@ def build_actor(run: Run, trains: bool = True) -> Actor:
     rollouts = Rollouts(run.world, run.placement, num_mini_batches, service, execute, balancer, all_failed, overlap)
     if run.stored is not None and run.data is not None:
         rollouts.use_archive(run.stored.groups, samples=functools.partial(_skip_missing, run))
+    sampler = build_sampler(run, rollouts, trains)
+    sampler.exchange = exchange = SampleExchange(run.world, run.placement, config.metrics)
     actor = Actor(
         config,
         learner,
         critic,
         scorer,
-        build_sampler(run, rollouts, trains),
+        sampler,
         sync,
         checkpoints,
         build_evaluation(run, rollouts) if has_engines else None,
-        _build_reporter(run, rollouts, start_step, trains),
+        _build_reporter(run, rollouts, start_step, trains, exchange),
         start_step,
         last_step,
         is_evaluated=not has_engines or (resume is not None and resume.manifest.state["is_evaluated"]),
@@ -252,7 +255,7 @@ def _announce_repetition(run: Run, step: int) -> None:
         print(f"oneworld: {steps} done again, because {reason}", flush=True)
 
 
-def _build_reporter(run: Run, rollouts: Rollouts, step: int, trains: bool) -> Reporter:
+def _build_reporter(run: Run, rollouts: Rollouts, step: int, trains: bool, exchange: SampleExchange) -> Reporter:
     writer = None
     if run.data is not None and trains and not run.config.debug.dry_run:
         _announce_repetition(run, step)
@@ -261,5 +264,7 @@ def _build_reporter(run: Run, rollouts: Rollouts, step: int, trains: bool) -> Re
         is_phase = run.phase.name != "both"
         others = open_writers(run.config, run.folder, is_new=not step)
         writer = MetricsWriter(run.folder, run.config.train.num_steps, step, others, continues=is_phase)
+        writer.describe_run(run.config, run.placement)
         run.world.at_end(lambda: writer.close(rollouts.engine_name))
-    return Reporter(run.world, run.config, run.folder, run.tokenizer, rollouts, writer, run.placement.actors)
+    actors = run.placement.actors
+    return Reporter(run.world, run.config, run.folder, run.tokenizer, rollouts, writer, actors, exchange)

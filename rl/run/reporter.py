@@ -10,11 +10,12 @@ from rl.config.schema import Config
 from rl.data.batch import Batch
 from rl.data.group_file import groups_to_bytes, split_groups
 from rl.data.prompts import Tokenizer
-from rl.report.describe import show
 from rl.report.metrics_writer import MetricsWriter
 from rl.report.profile import profiled
+from rl.report.samples import TAG, show
 from rl.rollout.collect import Rollouts
 from rl.rollout.dispatch import BatchTime
+from rl.rollout.sample_exchange import SampleExchange
 from rl.world.world import World
 
 ROLLOUTS = "rollouts"  # subfolder of the run
@@ -37,9 +38,11 @@ class Reporter:
         rollouts: Rollouts,
         writer: MetricsWriter | None,
         actors: Sequence[int] = (0,),
+        exchange: SampleExchange | None = None,
     ):
         self._world, self._config, self._folder = world, config, folder
         self._tokenizer, self._rollouts, self._writer, self._actors = tokenizer, rollouts, writer, actors
+        self._exchange = exchange
 
     @property
     def is_writing(self) -> bool:
@@ -76,12 +79,11 @@ class Reporter:
         seconds = {f"time/{stage}": seconds for stage, seconds in self._world.progress.take_seconds().items()}
         if self._writer is None:
             return
-        metrics = self._config.metrics
         if batch is not None:
             values = values | {"perf/tokens_per_s": values["rollout/tokens"] / seconds["time/step"]}
             values |= measure_waits(seconds, self._rollouts.take_times())
-            if metrics.samples_interval and (step - 1) % metrics.samples_interval == 0:
-                self._writer.write_text("rollout/samples", show(batch, self._tokenizer, metrics.num_samples), step)
+            if self._exchange is not None and self._exchange.samples:
+                self._writer.write_text(TAG, show(self._exchange.samples, self._tokenizer), step)
         self._writer.write(step, version, values | seconds | self._world.take_gpus())
 
     def _name(self) -> str:
