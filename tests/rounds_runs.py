@@ -54,7 +54,7 @@ def run_named(runs: dict[Name, Run], folder: Path, timeout_s: float = 300) -> di
 
 def learnt(row: dict[str, float]) -> dict[str, float]:
     """Return all metrics of a step but those of time."""
-    return {name: value for name, value in row.items() if name.partition("/")[0] not in ("time", "perf")}
+    return {name: value for name, value in row.items() if name.partition("/")[0] not in ("at", "time", "perf")}
 
 
 def assert_same_data(batch: Batch, step: Step, setting: Setting, tolerance: float = 1e-6) -> None:

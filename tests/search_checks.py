@@ -1,4 +1,4 @@
-"""The search tool of the recipe for question answering, on a small corpus, and the reward for short answers.
+"""The search tool of the recipe for question answering, on a small corpus.
 
 tests/unit/test_search.py runs these tests in a process of their own.
 """
@@ -58,13 +58,3 @@ def test_a_missing_index_says_how_to_build_it(index: str) -> None:
 
     with pytest.raises(FileNotFoundError, match=r"build it: python .*search.py documents.jsonl --output /nowhere"):
         Search("/nowhere").search("owls")
-
-
-def test_answer_f1(index: str) -> None:
-    from configs.environments.search import answer_f1
-
-    row = {"answer": "The Analytical Engine"}
-    assert answer_f1("", "It is <answer>an analytical engine.</answer>", row) == {"score": 1.0, "exact": 1.0}
-    assert answer_f1("", "<answer>x</answer><answer>Engine of Babbage</answer>", row)["score"] == 2 / 5
-    assert answer_f1("", "the analytical engine", row) == {"score": 0.0, "exact": 0.0}
-    assert answer_f1("", "<answer></answer>", row) == {"score": 0.0, "exact": 0.0}

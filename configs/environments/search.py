@@ -1,4 +1,4 @@
-"""Search in local documents by BM25, and a reward for short answers. configs/search_qa_qwen2.5_3b.yaml uses both.
+"""Search in local documents by BM25, the tool of configs/search_qa_qwen2.5_3b.yaml.
 
     pip install bm25s
     python configs/environments/search.py documents.jsonl --output data/search_qa/index
@@ -9,11 +9,7 @@ builds the index. Each line of documents.jsonl is a document: {"title": ..., "te
 import argparse
 import functools
 import json
-import re
-import string
-from collections import Counter
 from pathlib import Path
-from typing import Any
 
 try:
     import bm25s
@@ -75,24 +71,6 @@ def build_index(source: Path, folder: Path) -> int:
 
 def split_words(texts: list[str]) -> list[list[str]]:
     return bm25s.tokenize(texts, stopwords="en", return_ids=False, show_progress=False)
-
-
-def answer_f1(prompt: str, response: str, row: dict[str, Any]) -> dict[str, float]:
-    """Return the F1 of the words between the last <answer> tags and those of the row's answer, as SQuAD counts them.
-    Without tags, the score is 0. The part `exact` says whether all words are equal."""
-    tagged = re.findall(r"<answer>(.*?)</answer>", response, re.DOTALL)
-    got, wanted = plain_words(tagged[-1] if tagged else ""), plain_words(row["answer"])
-    shared = sum((Counter(got) & Counter(wanted)).values())
-    return {
-        "score": 2 * shared / (len(got) + len(wanted)) if shared else 0.0,
-        "exact": float(bool(got) and got == wanted),
-    }
-
-
-def plain_words(text: str) -> list[str]:
-    """Return the words in lower case, without punctuation and articles."""
-    letters = "".join(letter for letter in text.lower() if letter not in string.punctuation)
-    return [word for word in letters.split() if word not in ("a", "an", "the")]
 
 
 if __name__ == "__main__":

@@ -61,9 +61,12 @@ class Checkpoints:
         self.wait_copied()
         self._is_updating = True
 
-    def end_update(self, step: int, version: int, rollouts: RolloutState, is_evaluated: bool = False) -> None:
+    def end_update(
+        self, step: int, version: int, rollouts: RolloutState, is_evaluated: bool = False
+    ) -> dict[str, float]:
         """Record the state after a step's update. Any save before the next update saves this state. Stop if that was
-        ordered since `begin_update`. `is_evaluated` means that no evaluation of this step follows."""
+        ordered since `begin_update`. `is_evaluated` means that no evaluation of this step follows. Return the metrics
+        of the last save, if it has ended since the last call."""
         state: dict[str, Any] = {"version": version, "num_updates": self._learner.num_updates, "origin": self._origin}
         state |= {"is_evaluated": is_evaluated, "kl_coef": self._learner.kl_coef}
         if self._critic is not None:
@@ -73,6 +76,10 @@ class Checkpoints:
         self._add_probe()
         if "stop" in self._postponed:
             self.execute("stop")
+        times = self._saver.take_times()
+        return (
+            {} if times is None else {"perf/checkpoint_s": times.seconds, "perf/checkpoint_blocked_s": times.blocked_s}
+        )
 
     def end_step(self, step: int, values: Mapping[str, float]) -> None:
         """Start a save if a checkpoint is due. `values` are the metrics of the step."""

@@ -23,6 +23,7 @@ from rl.rewards.find import read_rules
 from rl.rollout.collect import Results, Rollouts
 from rl.rollout.dispatch import Sampling
 from rl.watch.heart import HEART
+from rl.watch.ledger import Awaited
 from rl.world.messages import Mailbox, Message
 
 PASSING_SCORE = 1.0
@@ -34,7 +35,7 @@ class Evaluated(Message):
 
     values: dict[str, float]
 
-    awaited = "the evaluation"
+    awaited = Awaited("the evaluation", "actor")
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,12 @@ import time
 from collections.abc import Mapping, Sequence
 
 from rl.common.text import count_of
+from rl.report.accounting import describe_bound
 
 # Labels and metrics of the line that a step prints.
 SHOWN = {"reward": "reward/mean", "errors": "reward/errors", "timeouts": "reward/timeouts", "eval": "eval/accuracy"}
 SHOWN |= {"loss": "loss/policy", "mismatch": "policy/mismatch_kl", "length": "rollout/length_mean"}
 SHOWN |= {"tokens/s": "perf/tokens_per_s", "seconds": "time/step"}
-WAITS = {"sampling": "perf/waits_for_sampling", "training": "perf/waits_for_training"}
-WAITS |= {"publishing": "perf/waits_for_publishing"}
 FAILURES = ("errors", "timeouts")  # counts that are shown only if they are not 0
 
 
@@ -31,7 +30,9 @@ class RunConsole:
             for label, name in SHOWN.items()
             if name in values and (values[name] or label not in FAILURES)
         )
-        line = f"step {step}/{self._num_steps}  {shown}{_describe_bound(values)}"
+        line = f"step {step}/{self._num_steps}  {shown}"
+        if bound := describe_bound(values):
+            line += f"  {bound}"
         if shown and sys.stdout.isatty():  # overwrite the previous line
             width = os.get_terminal_size().columns - 1
             print("\r" + line[:width].ljust(width), end="\n" if step == self._num_steps else "", flush=True)
@@ -53,12 +54,3 @@ class RunConsole:
         steps = count_of(len(self._rewards), "step")
         engine = engine_name and f", engine {engine_name}"  # without one, nothing was sampled
         print(f"{self._name}: reward {first:.2f} -> {last:.2f} in {steps}, {took}{engine}", flush=True)
-
-
-def _describe_bound(values: Mapping[str, float]) -> str:
-    """Return the end of a step's line: what most of the step was spent waiting for, and its share of the step."""
-    waits = {what: values[name] for what, name in WAITS.items() if name in values}
-    if not waits:
-        return ""
-    bound = max(waits, key=waits.__getitem__)
-    return f"  waits {waits[bound]:.0%} for {bound}"

@@ -17,7 +17,9 @@ def describe(batch: Batch, has_turns: bool = False) -> Measures:
     measures = Measures()
     mask, starts, count = batch.loss_mask, batch.starts_conversation, batch.num_conversations
     measures.mean("reward/mean", batch.rewards[starts].sum(), count)
+    measures.deviation("reward/std", batch.rewards[starts])
     measures.mean("rollout/length_mean", mask.sum(), count)
+    measures.maximum("rollout/length_max", batch.conversation_lengths)
     measures.mean("rollout/truncated", batch.truncated[starts].sum(), count)
     if has_turns:
         _describe_turns(measures, batch)

@@ -2,16 +2,20 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+from rl.common.events import Kind, write_event
 from rl.config.schema import Config
 from rl.placement.roles import Placement
+from rl.report.accounting import AccountingFile
 from rl.report.console import RunConsole
-from rl.report.events import Kind, write_event
 from rl.report.histogram import Histogram
 from rl.report.rows import RowFile
 from rl.report.run_texts import list_hyperparameters, make_texts
 from rl.report.tensorboard import EventWriter
+from rl.watch.ledger import RankAccount
+
+ACCURACY = "eval/accuracy"  # every evaluation has it
 
 
 class Sink(Protocol):
@@ -38,8 +42,9 @@ class MetricsWriter:
         continues: bool = False,
     ):
         run_dir.mkdir(parents=True, exist_ok=True)
-        self._run_dir = run_dir
+        self._run_dir, self._num_steps, self._step = run_dir, num_steps, step
         self._rows = RowFile(run_dir, step, continues)
+        self._accounting = AccountingFile(run_dir, step)
         names = {name for row in self._rows.kept for name in row}
         self._events = EventWriter(run_dir, step + 1 if step or continues else 0, names)
         rewards = [row["reward/mean"] for row in self._rows.kept if "reward/mean" in row]
@@ -51,8 +56,11 @@ class MetricsWriter:
     ) -> None:
         """Write a step's metrics. `version` is the newest published version, from which the next step samples.
         Histograms go to metrics.jsonl and TensorBoard only."""
+        self._step = step
         histograms = histograms or {}
         self._rows.write(step, version, values, histograms)
+        if ACCURACY in values:
+            self.note("evaluation", step, f"{ACCURACY} {values[ACCURACY]:.4g}")
         for sink in self._sinks:
             sink.write(step, values)
         for name, histogram in histograms.items():
@@ -62,6 +70,10 @@ class MetricsWriter:
     def describe_run(self, config: Config, placement: Placement) -> None:
         """Show the settings and the placement in TensorBoard."""
         self._events.describe(make_texts(config, placement), list_hyperparameters(config))
+
+    def write_accounts(self, accounts: Sequence[RankAccount], hosts: Sequence[str], about: Mapping[str, Any]) -> None:
+        """Write what the ranks did in a step to accounting.jsonl. See AccountingFile."""
+        self._accounting.write(accounts, hosts, about)
 
     def write_text(self, name: str, text: str, step: int) -> None:
         self._events.write_text(name, text, step)
@@ -73,11 +85,13 @@ class MetricsWriter:
             self._console.warn(text)
 
     def close(self, engine_name: str) -> None:
-        """Print a summary and close the files."""
+        """Note the end of the run, print a summary and close the files."""
+        self.note("end", self._step, f"step {self._step} of {self._num_steps} is done")
         self._console.close(engine_name)
         self.close_files()
 
     def close_files(self) -> None:
         self._rows.close()
+        self._accounting.close()
         for sink in self._sinks:
             sink.close()

@@ -22,6 +22,7 @@ from rl.data.trajectory_files import GroupKey, list_files, trajectory_folder
 from rl.placement.roles import Placement
 from rl.rollout.dispatch import BatchTime, Dispatcher, Task
 from rl.rollout.service import ScoredGroup
+from rl.rollout.use import EngineUse
 from rl.watch.heart import HEART
 from rl.world.messages import Letter, Mailbox, Message
 
@@ -152,6 +153,9 @@ class ArchiveDispatcher:
 
     def time_batch(self) -> BatchTime | None:
         return self._engines.time_batch()
+
+    def take_uses(self) -> dict[int, EngineUse]:
+        return self._engines.take_uses()
 
     def _answer(self, task: Task, stored: Trajectory) -> None:
         group = ScoredGroup(

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from rl.algo.choose import OwnAdvantage
 from rl.algo.mismatch import check_mismatch
@@ -11,6 +12,7 @@ from rl.data.batch import Batch
 from rl.evaluation.evaluation import Evaluation, is_evaluation_due
 from rl.learner.credit import assign_credit
 from rl.learner.critic import CriticTrainer
+from rl.learner.memory import MemoryMeter
 from rl.learner.overlap import OverlappedUpdate
 from rl.learner.policy import PolicyTrainer
 from rl.learner.scoring import Scorer
@@ -40,6 +42,10 @@ class Actor:
     own_advantage: OwnAdvantage | None = None  # None: algo.advantage is built in
     overlap: OverlappedUpdate | None = None  # None: no group is trained on before the batch is whole
 
+    @cached_property
+    def memory(self) -> MemoryMeter:
+        return MemoryMeter(self.trainers, is_on=not self.config.debug.dry_run)  # which shows the peak of the whole step
+
     @property
     def trainers(self) -> list[PolicyTrainer | CriticTrainer]:
         return [self.learner] if self.critic is None else [self.learner, self.critic]
@@ -65,15 +71,16 @@ class Actor:
     def update(self, batch: Batch, step: int, num_prompts: int, measures: Measures) -> None:
         """Train on the batch: first the critic, then the policy unless the critic is still warming up."""
         self.checkpoints.begin_update()
+        self.memory.begin()
         if self.critic is not None:
             self.critic.update(batch, num_prompts, measures)
-            if step <= self.config.critic.warmup_steps:
-                self.learner.run_probe()
-                return
-        if self.overlap is None:
+        if self.critic is not None and step <= self.config.critic.warmup_steps:
+            self.learner.run_probe()
+        elif self.overlap is None:
             self.learner.update(batch, num_prompts, measures)
         else:
             self.overlap.end(batch, measures)
+        self.memory.end(measures)
 
     def adapt(self, values: Mapping[str, float], num_prompts: int) -> dict[str, float]:
         """Adapt the KL coefficient, warn if the policy collapses, and return further metrics."""

@@ -27,7 +27,6 @@ from rl.learner.policy import PolicyTrainer
 from rl.learner.scoring import Scorer
 from rl.model.shards import TensorInfo
 from rl.report.metrics_writer import MetricsWriter
-from rl.report.rows import METRICS, last_step
 from rl.report.writers import open_writers
 from rl.rewards.find import read_rules
 from rl.rollout.balance import Balancer
@@ -41,6 +40,7 @@ from rl.rollout.schedule import Schedule, ScheduleState, describe_lag, plan_sche
 from rl.run.actor import Actor
 from rl.run.models import build_critic, build_learner, build_scorer, load_reference
 from rl.run.open import Run
+from rl.run.record import begin_story
 from rl.run.reporter import Reporter
 from rl.run.serve import build_rollout_service, build_sync
 from rl.sync.weights import WeightSource, share_tensors
@@ -48,13 +48,14 @@ from rl.watch.heart import HEART
 from rl.watch.reports import ServiceUnavailable
 from rl.world.bootstrap import enable_garbage_collection
 from rl.world.orders import Action
-from rl.world.restarts import launcher_process
 
 
 def build_actor(run: Run, trains: bool = True) -> Actor:
     """Build an actor. With `trains` False, it only evaluates, and writes no metrics of the run."""
     config, mail, resume = run.config, run.world.mail, run.resume
     HEART.describe(num_steps=config.train.num_steps if trains else 0)
+    if run.data is not None and trains and not config.debug.dry_run:
+        begin_story(run)
     # Load the reference after the engine, which measures the free device memory while it is built.
     reference = functools.cache(lambda: load_reference(run))
     learner = build_learner(run, reference)
@@ -243,24 +244,10 @@ def build_evaluation(run: Run, rollouts: Rollouts) -> Evaluation | None:
     return Evaluation(run.world.mail, run.placement, config, rollouts, run.tokenizer, run.folder, first)
 
 
-def _announce_repetition(run: Run, step: int) -> None:
-    """Print which steps were done before, but are not in the checkpoint of `step`. Called on the leader."""
-    metrics = run.folder / METRICS
-    if not step and not (metrics.exists() and metrics.stat().st_mtime >= launcher_process().create_time()):
-        return  # a new run, whatever an earlier launch has left in its folder
-    last = min(last_step(metrics), run.config.train.num_steps)
-    if last > step:
-        steps = f"step {last} is" if last == step + 1 else f"steps {step + 1} to {last} are"
-        reason = f"the last checkpoint is that of step {step}" if step else "no checkpoint was saved"
-        print(f"oneworld: {steps} done again, because {reason}", flush=True)
-
-
 def _build_reporter(run: Run, rollouts: Rollouts, step: int, trains: bool, exchange: SampleExchange) -> Reporter:
     writer = None
     if run.data is not None and trains and not run.config.debug.dry_run:
-        _announce_repetition(run, step)
-        run.world.collect_gpus()
-        run.folder.mkdir(parents=True, exist_ok=True)
+        run.world.collect_usage()
         is_phase = run.phase.name != "both"
         others = open_writers(run.config, run.folder, is_new=not step)
         writer = MetricsWriter(run.folder, run.config.train.num_steps, step, others, continues=is_phase)

@@ -34,6 +34,7 @@ from rl.run.checks import check_settings
 from rl.run.environment import check_reward_use
 from rl.run.find_data import find_datasets
 from rl.run.find_models import find_models
+from rl.run.hardware import send_hardware
 from rl.run.lease import take_lease
 from rl.world.bootstrap import reward_server
 from rl.world.messages import Message
@@ -128,6 +129,7 @@ def open_run(world: World, config: Config, config_name: str, phase: PhaseOptions
         rewards.wait_ready()
     world.meet("model found")  # a download may take long, and the calls below have a timeout
     world.connect(config.debug.share_gpu, config.world.transfer_timeout_s)
+    send_hardware(world, placement)
     groups = make_groups(placement, world.rank, world.device.type, config.world.transfer_timeout_s)
     with world.stage("read data"):
         data = None

@@ -5,17 +5,23 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+import torch
+
 from rl.common.files import write_atomically
 from rl.config.schema import Config
 from rl.data.batch import Batch
 from rl.data.group_file import groups_to_bytes, split_groups
 from rl.data.prompts import Tokenizer
+from rl.model.flops import peak_flops
+from rl.report.accounting import describe_bound, summarize
+from rl.report.histogram import Histogram
 from rl.report.metrics_writer import MetricsWriter
 from rl.report.profile import profiled
 from rl.report.samples import TAG, show
 from rl.rollout.collect import Rollouts
 from rl.rollout.dispatch import BatchTime
 from rl.rollout.sample_exchange import SampleExchange
+from rl.rollout.use import describe_uses
 from rl.world.world import World
 
 ROLLOUTS = "rollouts"  # subfolder of the run
@@ -43,6 +49,9 @@ class Reporter:
         self._world, self._config, self._folder = world, config, folder
         self._tokenizer, self._rollouts, self._writer, self._actors = tokenizer, rollouts, writer, actors
         self._exchange = exchange
+        is_known = writer is not None and world.device.type == "cuda" and config.model.dtype == "bfloat16"
+        peak = peak_flops(torch.cuda.get_device_name(world.device)) if is_known else None
+        self._peak_flops = len(actors) * peak if peak else None  # of all actors
 
     @property
     def is_writing(self) -> bool:
@@ -72,7 +81,14 @@ class Reporter:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, groups_to_bytes(split_groups(batch, groups), facts))
 
-    def report(self, step: int, version: int, values: dict[str, float], batch: Batch | None = None) -> None:
+    def report(
+        self,
+        step: int,
+        version: int,
+        values: dict[str, float],
+        batch: Batch | None = None,
+        histograms: Mapping[str, Histogram] | None = None,
+    ) -> None:
         """Write the metrics of one step, and every metrics.samples_interval steps also samples of its batch."""
         if self._config.debug.dry_run:
             return
@@ -81,30 +97,39 @@ class Reporter:
             return
         if batch is not None:
             values = values | {"perf/tokens_per_s": values["rollout/tokens"] / seconds["time/step"]}
-            values |= measure_waits(seconds, self._rollouts.take_times())
+            rounds = self._rollouts.take_times()
+            values |= find_slowest(rounds)
+            values |= measure_mfu(values, seconds, rounds, self._peak_flops)
+            values |= describe_uses(self._rollouts.take_uses())
+            accounts = self._world.accounts.take(version)
+            values |= summarize(accounts)
+            about = {"step": step, "bound": describe_bound(values | seconds)}
+            if batch.num_sequences:
+                about["prompt_tokens"] = round(float(batch.prompt_lengths.double().mean()), 1)
+            self._writer.write_accounts(accounts, self._world.hosts, about)
             if self._exchange is not None and self._exchange.samples:
                 self._writer.write_text(TAG, show(self._exchange.samples, self._tokenizer), step)
-        self._writer.write(step, version, values | seconds | self._world.take_gpus())
+        self._writer.write(step, version, values | seconds | self._world.take_usage(), histograms)
 
     def _name(self) -> str:
         return f"step_{self._world.step}.rank_{self._world.rank}"
 
 
-def measure_waits(seconds: Mapping[str, float], rounds: Sequence[BatchTime]) -> dict[str, float]:
-    """Return the share of a step in which actors wait for sampling, engines wait for training, and all wait for the
-    weight sync. Scoring is a part of sampling. The largest share bounds the step. Also name the engine that cost a
-    round the most time."""
-    step_s, sync_s = seconds["time/step"], seconds["time/sync"]
-    trained_s = sum(each.trained_s for each in rounds)
-    # The rounds, or what the actors waited for them if that is longer: then it includes the scores.
-    sampling_s = max(sum(each.seconds for each in rounds), seconds["time/rollout"])
-    waits = {
-        "perf/waits_for_sampling": max(0.0, seconds["time/rollout"] - trained_s) / step_s,
-        "perf/waits_for_training": max(0.0, step_s - sampling_s - sync_s) / step_s,
-        "perf/waits_for_publishing": sync_s / step_s,
-    }
+def find_slowest(rounds: Sequence[BatchTime]) -> dict[str, float]:
+    """Return metrics of the engine that cost a round of this step the most time."""
     slowest = max(rounds, key=lambda each: each.cost_s, default=None)
-    if slowest is not None and slowest.cost_s:
-        waits |= {"perf/slowest_engine": float(slowest.slowest), "perf/slowest_engine_s": slowest.cost_s}
-        waits |= {"perf/slowest_engine_speed": slowest.speed}
-    return waits
+    if slowest is None or not slowest.cost_s:
+        return {}
+    found = {"perf/slowest_engine": float(slowest.slowest), "perf/slowest_engine_s": slowest.cost_s}
+    return found | {"perf/slowest_engine_speed": slowest.speed}
+
+
+def measure_mfu(
+    values: Mapping[str, float], seconds: Mapping[str, float], rounds: Sequence[BatchTime], peak_flops: float | None
+) -> dict[str, float]:
+    """Return the share of the actors' peak that the update has used. There is none if the peak is not known. With
+    actor.overlap, a part of the update has run during the rollout."""
+    update_s = seconds["time/update"] + sum(each.trained_s for each in rounds)
+    if not peak_flops or "perf/update_tflop" not in values:
+        return {}
+    return {"perf/mfu": values["perf/update_tflop"] * 1e12 / update_s / peak_flops}

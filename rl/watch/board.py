@@ -16,8 +16,8 @@ import msgspec
 from rl.common.files import run_within_wait
 from rl.common.text import format_ranks
 from rl.watch.culprit import RankState, describe_others, describe_silence, find_culprit
-from rl.watch.gpu import measurements
 from rl.watch.reports import CAUSES, TOLD_TO_END, AttemptHistory, Cause, Report
+from rl.watch.usage import measurements
 
 COLLECT_S = 0.7  # to collect further reports after the first
 MAX_COLLECT_S = 3.0  # the same while only consequences are reported, such as broken connections
@@ -83,7 +83,7 @@ class Board:
             entry.state, entry.is_diagnosed, entry.heard_at = _read_state(rank, message), True, now
         elif kind == "done":
             entry.is_done = True
-        elif kind == "collect_gpus":
+        elif kind == "collect_usage":
             self._collector = rank
 
     def report(self, report: Report) -> None:
@@ -114,11 +114,11 @@ class Board:
             else:
                 self._decide()
 
-    def share_gpus(self) -> None:
-        """Send the newest measurements of all GPUs to the rank that collects them."""
+    def share_usage(self) -> None:
+        """Send the newest measurements of all ranks to the rank that collects them."""
         rows = measurements({rank: entry.about for rank, entry in self.entries.items()})
         if self._collector is not None and rows:
-            self._tell(self._collector, "gpus", rows=rows)
+            self._tell(self._collector, "usage", rows=rows)
 
     def table(self) -> list[dict[str, Any]]:
         """Return a row for each rank, as status files hold them."""
@@ -171,7 +171,7 @@ class Board:
             stop, fatal, line = True, text, f"{FATAL}: {report.describe_repetition()}"
             text += f"\n{line}"
         self.verdict = {"stop": stop, "fatal": fatal, "is_told": report.cause in TOLD_TO_END, "line": line}
-        self.verdict["end"] = report.describe_end(is_final=stop)
+        self.verdict |= {"end": report.describe_end(is_final=stop), "step": report.step}
         for rank in self.entries:
             self._tell(rank, "abort", **self.verdict)
         self._say(text)

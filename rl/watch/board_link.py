@@ -45,7 +45,7 @@ class BoardServer:
         now = time.monotonic()
         if now - self._sent_at >= BEAT_S:
             self._sent_at = now
-            self.board.share_gpus()
+            self.board.share_usage()
             for peer in self._peers.values():
                 peer.send("alive")
 

@@ -21,6 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rl.common.events import Kind, write_end_of_world
 from rl.common.files import WAIT_S, write_atomically
 from rl.common.json_channel import JsonChannel
 from rl.watch.board import BEAT_S
@@ -36,6 +37,7 @@ from rl.watch.process import RankProcess, remove_segments
 from rl.watch.reports import AttemptHistory, Cause, Report
 from rl.watch.stacks import Stacks
 from rl.watch.told import VERDICT_S
+from rl.watch.usage import HOST_MEMORY
 
 TICK_S = 0.1
 GRACE_S = 3.0  # after the verdict, before a rank that has not exited is killed
@@ -86,7 +88,7 @@ class Watchdog:
         self._about: dict[str, int] = {}  # about the process and its GPU, for status files
         self._gpu = GpuMeter("")  # until the rank names its card
         self._has_raised = self._is_unfit = self._is_done = self._is_aborted = self._is_final = self._is_told = False
-        self._end = ""  # how the world ended, for status files
+        self._end, self._end_step = "", 0  # how the world ended, and at which step, for status files and events
         self._lease: LeaseKeeper | None = None  # only in the watchdog of a node's first rank
         self._renewed_at = 0.0
         self._quiet_until = 0.0
@@ -169,9 +171,9 @@ class Watchdog:
         """Measure this card from now on."""
         self._gpu = GpuMeter(uuid)
 
-    def _on_collect_gpus(self) -> None:
-        """Pass the measurements of all ranks' cards to this rank from now on. Only the leader asks for this."""
-        self._send("collect_gpus")
+    def _on_collect_usage(self) -> None:
+        """Pass the measurements of all ranks to this rank from now on. Only the leader asks for this."""
+        self._send("collect_usage")
 
     def _on_lease(self, folder: str, number: int, owner: dict[str, Any], token: str, renews: bool) -> None:
         """Renew the lease on the run folder from now on."""
@@ -246,7 +248,7 @@ class Watchdog:
     def _on_lost_board(self, text: str) -> None:
         if self._is_settled:
             return
-        self._end = f"rank 0 {text}"
+        self._end, self._end_step = f"rank 0 {text}", self._monitor.beat.activity.step
         if self._local_rank == 0:  # one line per node, because no board prints one for all
             rank, host, stage = self._monitor.rank, self._monitor.host, self._monitor.beat.activity.stage
             self._say_last(f"oneworld: rank 0 {text} (seen by rank {rank} on {host}, stage {stage})")
@@ -256,13 +258,13 @@ class Watchdog:
         kind = message.pop("kind")
         if kind == "diagnose":
             self._monitor.start_diagnosis()
-        elif kind == "gpus":
+        elif kind == "usage":
             if not self._rank_channel.has_unsent:  # a rank that does not read must still be told to end
-                self._rank_channel.send("gpus", rows=message["rows"])
+                self._rank_channel.send("usage", rows=message["rows"])
         elif kind == "wait":
             self._quiet_until = time.monotonic() + self._monitor.silence.floor_s
         elif kind == "abort" and not self._is_aborted:
-            self._end = message.pop("end", self._end)
+            self._end, self._end_step = message.pop("end", self._end), message.pop("step", self._end_step)
             self._is_aborted = True
             self._abort(**message)
 
@@ -289,6 +291,9 @@ class Watchdog:
             if self._lease.lost:
                 return
         history = AttemptHistory(folder)
+        if self._lease is not None and self._lease.renews:  # true of one watchdog per disk
+            kind: Kind = "stop" if self._is_told else "fault"
+            write_end_of_world(folder, self._monitor.world, kind, self._end_step, self._end)
         if fatal:
             history.write_fatal(fatal)
         if self._server is not None:
@@ -345,7 +350,7 @@ class Watchdog:
         rate = (tokens - self._sent_tokens) / max(now - self._sent_at, 0.1)
         self._sent_at, self._sent_tokens = now, tokens
         self._out_of_memory_kills.look()
-        self._about = {"pid": process.pid, "tokens_per_s": round(rate), "memory_mb": process.memory_mb}
+        self._about = {"pid": process.pid, "tokens_per_s": round(rate), HOST_MEMORY: process.memory_mb}
         self._about |= self._gpu.look()
         self._send("beat", state=asdict(self._monitor.state()), about=self._about)
 

@@ -25,8 +25,8 @@ from rl.common.credentials import hide_credentials
 from rl.common.json_channel import JsonChannel
 from rl.common.waiting import wait_until_readable
 from rl.config.schema import ConfigError
-from rl.watch.gpu import GpuUse
 from rl.watch.reports import Cause, Report, ServiceUnavailable
+from rl.watch.usage import ResourceUse
 from rl.world.debugger import Debugger
 from rl.world.messages import Mailbox, PeerLost
 from rl.world.progress import Progress
@@ -53,7 +53,7 @@ class FaultReporter:
         self.has_post_mortem = False  # opens a debugger at every error of this rank, before the error is reported
         self.ignores_lost_connections = False  # turns True when this rank has done its work
         self._progress, self._mail, self._watchdog, self._debugger = progress, mail, watchdog, debugger
-        self.gpus = GpuUse()  # of all ranks, on the leader
+        self.usage = ResourceUse()  # of all ranks, on the leader
         self._verdict = threading.Event()  # set when the world is ending
         self.is_over = self._verdict.is_set
         self._stops_launcher = False
@@ -133,8 +133,8 @@ class FaultReporter:
     def _on_watchdog(self, source: socket.socket) -> None:
         """Handle messages of the watchdog. Called in the I/O thread."""
         for message in self._watchdog.receive():
-            if message["kind"] == "gpus":
-                self.gpus.add(message["rows"])
+            if message["kind"] == "usage":
+                self.usage.add(message["rows"])
                 continue
             assert message["kind"] == "abort", message
             self._stops_launcher = message["stop"]

@@ -29,6 +29,7 @@ class Restarts:
         self._history: AttemptHistory | None = None
         self._furthest_step: float = 0  # of earlier attempts, and the first of this one; infinite once it was exceeded
         self._has_begun = False
+        self.attempt = 0  # number of this attempt among all of the run, once its log is open
 
     def open_history(self, folder: Path) -> None:
         if not self._is_first_on_node:
@@ -44,9 +45,9 @@ class Restarts:
         """Write this rank's output to a log. Rank 0 chooses the number of the attempt for all nodes."""
         if self._rank == 0:
             store.set("attempt", next_attempt(logs))
-        number = store.get("attempt")
+        self.attempt = store.get("attempt")
         try:
-            log_to(logs / f"attempt_{number}" / f"rank_{self._rank}.log")
+            log_to(logs / f"attempt_{self.attempt}" / f"rank_{self._rank}.log")
         except OSError as error:
             print(f"oneworld: rank {self._rank} has no log of its own: {error}", file=sys.stderr, flush=True)
 

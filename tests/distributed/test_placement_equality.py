@@ -112,7 +112,7 @@ def test_an_algorithm_with_everything_has_placement_equality(tmp_path: Path) -> 
     for expected_row, row in zip(collocated.metrics, other.metrics, strict=True):
         of_several_engines = {name for name in expected_row if name.startswith("perf/slowest_engine")}
         assert row.keys() == expected_row.keys() - of_several_engines
-        for metric in row.keys() - {name for name in row if name.startswith(("time/", "perf/"))}:
+        for metric in row.keys() - {name for name in row if name.startswith(("at", "time/", "perf/"))}:
             assert row[metric] == pytest.approx(expected_row[metric], rel=1e-4, abs=1e-5), (metric, row["step"])
         assert row["rollout/sampled_prompts"] >= row["rollout/informative_prompts"] >= 5
         assert 0.8 < row["policy/correction_mean"] < 0.999

@@ -61,7 +61,7 @@ def shards(result: Result, step: int, kind: str = "model") -> list[Path]:
 
 def learnt(row: dict[str, float]) -> dict[str, float]:
     """All metrics of a step but those of time."""
-    return {name: value for name, value in row.items() if name.partition("/")[0] not in ("time", "perf")}
+    return {name: value for name, value in row.items() if name.partition("/")[0] not in ("at", "time", "perf")}
 
 
 @pytest.fixture(scope="module")

@@ -41,7 +41,9 @@ def pg() -> dist.ProcessGroup:
 
 METRICS = {
     "reward/mean": 2.5 / 4,
+    "reward/std": (2.25 / 4 - (2.5 / 4) ** 2) ** 0.5,  # the squares of 1, 1/2, 0 and 1
     "rollout/length_mean": 12 / 4,
+    "rollout/length_max": 6,  # in all turns of a conversation
     "rollout/truncated": 1 / 4,
     "rollout/tokens": 12,
     "environment/observation_tokens": 6 / 4,  # 1, then 2 in the new prompt and 2 later, then 0 and 1

@@ -1,0 +1,31 @@
+"""The memory of ranks and nodes, and the use of GPUs, as metrics."""
+
+import pytest
+
+from rl.placement.nodes import Nodes
+from rl.watch.usage import ResourceUse, measurements
+
+NODE_OF = Nodes((2, 1)).node_of
+GB = 2**20 / 1e9  # of one MiB
+
+
+def test_metrics_are_the_highest_memory_and_the_mean_utilization_of_each_rank() -> None:
+    use = ResourceUse()
+    assert use.take(NODE_OF) == {}
+    use.add(measurements({0: {"pid": 1}, 1: {"gpu_memory_mb": 1000, "gpu_utilization": 100}, 2: {"gpu_memory_mb": 5}}))
+    use.add([[1, -1, 3000, 50], [1, -1, 2000, 0]])
+    assert use.take(NODE_OF) == {
+        "gpu/memory_gb/rank_1": 3000 * GB,
+        "gpu/utilization/rank_1": 50.0,
+        "gpu/memory_gb/rank_2": 5 * GB,
+    }
+    assert use.take(NODE_OF) == {}
+
+
+def test_the_memory_of_a_node_is_that_of_its_ranks() -> None:
+    use = ResourceUse()
+    use.add(measurements({0: {"memory_mb": 100}, 1: {"memory_mb": 20}, 2: {"memory_mb": 7}}))
+    use.add(measurements({0: {"memory_mb": 90}, 1: {"memory_mb": 30}}))
+    assert use.take(NODE_OF) == pytest.approx({"host/memory_gb/node_0": 130 * GB, "host/memory_gb/node_1": 7 * GB})
+    use.add(measurements({1: {"memory_mb": 50}}))  # a short step, in which only one watchdog had time to measure
+    assert use.take(NODE_OF) == pytest.approx({"host/memory_gb/node_0": 150 * GB, "host/memory_gb/node_1": 7 * GB})
