@@ -34,7 +34,7 @@ from rl.report.printing import print_and_go_on
 from tools import jobs, status
 
 LOOPBACK = "127.0.0.1"
-FIRST_TAB = "#custom_scalars"  # the charts of rl/report/layout.py
+FIRST_TAB = "#custom_scalars&_smoothingWeight=0"  # the charts of rl/report/layout.py
 # The fast loader does not know restarts: it would show points of a lost step until the step is done again. By default,
 # TensorBoard keeps 1,000 points of a curve and 10 texts.
 OPTIONS = ("--reload_interval", "5", "--load_fast", "false", "--samples_per_plugin", "scalars=5000,text=100")

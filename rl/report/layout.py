@@ -22,12 +22,11 @@ LATE = ("critic", "environment", "gpu", "host")
 LATE_MARK = "z_"
 BOUNDS = f"{LATE_MARK}bounds/"
 BOUND = re.compile(r"eval/.*_(low|high)")
-# The stages that get a band of their own, from the bottom up. The rest of the step is `other`.
-STAGES = ("rollout", "logprobs", "update", "sync", "checkpoint", "evaluate")
-OUTSIDE = ("checkpoint", "evaluate")  # stages that time/step does not include
+STAGES = ("rollout", "logprobs", "update", "sync")  # that have a band of their own; the rest of the step is `other`
+OUTSIDE = ("checkpoint", "evaluate")  # stages after the step, which time/step does not include
 BANDS = f"{LATE_MARK}stages/"
 BOTTOM, OTHER = f"{BANDS}bottom", f"{BANDS}other"
-MAX_PASS = re.compile(r"eval/.*/pass@(\d+)")
+PASS_RATE = re.compile(r"eval/.*/pass@[0-9]+")
 NOT_PARTS = ("mean", "std", "no_signal", "timeouts", "errors")
 
 
@@ -38,38 +37,47 @@ class Lines(NamedTuple):
     patterns: tuple[str, ...]
 
 
+# A line has the colour of its run, so charts with several lines are for metrics that a reader can tell apart, and for
+# open sets such as engines. The other metrics have charts of their own.
 LEARNING = (
-    Lines("reward: mean and standard deviation", ("reward/(mean|std)",)),
+    Lines("reward: mean", ("reward/mean",)),
     Lines("reward by function and part", (rf"reward/(?!({'|'.join(NOT_PARTS)})$).*",)),
+    Lines("reward: standard deviation", ("reward/std",)),
     Lines("share of groups without signal", ("reward/no_signal",)),
-)
-LEARNING_LATER = (
-    Lines("KL: to the old policy, to the reference", ("policy/kl_old_new", "loss/kl", "reward/kl")),
     Lines("entropy per token", ("policy/entropy",)),
-    Lines("share of tokens at a clip bound", ("policy/clip_fraction", "critic/clip_fraction")),
-    Lines("mismatch of engine and learner", ("policy/(mismatch_kl|staleness_kl|probe_gap)",)),
-    Lines("gradient norm", ("optim/grad_norm", "critic/grad_norm")),
-    Lines("lag: updates since a token was sampled", ("rollout/lag_(mean|max)",)),
-    Lines("critic: explained variance", ("critic/explained_variance",)),
-    Lines("critic: values and returns", ("critic/(value|return)_mean",)),
+    Lines("KL between old and new policy", ("policy/kl_old_new",)),
+    Lines("KL to the reference", ("loss/kl", "reward/kl")),
+    Lines("share of tokens at the clip bound", ("policy/clip_fraction",)),
+    Lines("gradient norm", ("optim/grad_norm",)),
+    Lines("mismatch of engine and learner", ("policy/(mismatch_kl|probe_gap)",)),
+    Lines("KL of tokens that older weights sampled", ("policy/staleness_kl",)),
+    Lines("lag in updates: mean and maximum", ("rollout/lag_(mean|max)",)),
+)
+CRITIC = (
+    Lines("explained variance", ("critic/explained_variance",)),
+    Lines("loss", ("critic/loss",)),
+    Lines("values and returns: means", ("critic/(value|return)_mean",)),
+    Lines("share of values at the clip bound", ("critic/clip_fraction",)),
+    Lines("gradient norm", ("critic/grad_norm",)),
 )
 GENERATION = (
-    Lines("response length in tokens", ("rollout/length_(mean|max)",)),
-    Lines("share of truncated responses", ("rollout/truncated", "eval/.*/truncated")),
+    Lines("response length in tokens: mean and maximum", ("rollout/length_(mean|max)",)),
+    Lines("share of truncated responses", ("rollout/truncated",)),
     Lines("tokens per second", ("perf/tokens_per_s",)),
     Lines("tokens per second by engine", ("perf/tokens_per_s/engine_.*",)),
     Lines("KV cache in use", ("rollout/kv_use.*",)),
     Lines("preemptions", ("rollout/preemptions",)),
     Lines("prefix cache hits", ("rollout/prefix_hit_rate",)),
-    Lines("groups that go on or wait", ("rollout/(carried|queue)",)),
+    Lines("groups that go on in the next round", ("rollout/carried",)),
+    Lines("finished groups that wait for an update", ("rollout/queue",)),
     Lines("conversations: turns and calls", ("environment/(turns|calls)",)),
     Lines("conversations: how they ended", ("environment/ended_.*",)),
     Lines("conversations: failed calls", ("environment/(unknown_tool|bad_arguments|tool_.*)",)),
 )
 SYSTEM = (
-    Lines("seconds by stage", (f"time/(step|{'|'.join(STAGES)})",)),
+    Lines("seconds by stage", (f"time/(step|{'|'.join((*STAGES, *OUTSIDE))})",)),
     Lines("busy share by role", ("perf/busy/.*",)),
-    Lines("waiting share by role", ("perf/wait/.*", "perf/waits_for_.*")),
+    Lines("waiting share by role", ("perf/wait/.*",)),
     Lines("MFU", ("perf/mfu.*",)),
     Lines("GPU memory by kind, in GB", ("gpu/memory_gb/(?!rank_).*",)),
     Lines("GPU memory by rank, in GB", ("gpu/memory_gb/rank_.*",)),
@@ -92,21 +100,25 @@ def stack_stages(values: Mapping[str, float]) -> dict[str, float]:
     """Return the upper bounds of the bands of stages, by tag: shares of the step's seconds, added up. The last is 1."""
     if not values.get("time/step"):
         return {}
-    seconds = {stage: values.get(f"time/{stage}", 0.0) for stage in STAGES}
-    whole = values["time/step"] + sum(seconds[stage] for stage in OUTSIDE)
     bounds, height = {BOTTOM: 0.0}, 0.0
-    for stage, share in seconds.items():
-        height += share / whole
+    for stage in STAGES:
+        height += values.get(f"time/{stage}", 0.0) / values["time/step"]
         bounds[BANDS + stage] = min(1.0, height)  # rounding may give a bit more
     return bounds | {OTHER: 1.0}
 
 
 def make_layout(names: Collection[str]) -> Layout:
-    """Return the layout for a run that has written the metrics of these names."""
-    learning = [*_lines(LEARNING, names), *_evaluations(names), *_lines(LEARNING_LATER, names)]
-    system = [*_stages(names), *_lines(SYSTEM, names)]
-    charts = {"learning": learning, "generation": list(_lines(GENERATION, names)), "system": system}
-    return Layout(category=[Category(title=title, chart=found) for title, found in charts.items() if found])
+    """Return the layout for a run that has written the metrics of these names. A category has at most as many charts as
+    TensorBoard shows on one page, unless there are many held-out sets. Within a category, it shows bands last."""
+    charts = {
+        "learning": _lines(LEARNING, names),
+        "learning: evaluations, with intervals of 95 %": _evaluations(names),
+        "learning: critic": _lines(CRITIC, names),
+        "generation": _lines(GENERATION, names),
+        "system": [*_lines(SYSTEM, names), *_stages(names)],
+    }
+    found = {title: list(each) for title, each in charts.items()}
+    return Layout(category=[Category(title=title, chart=each) for title, each in found.items() if each])
 
 
 def _lines(charts: Iterable[Lines], names: Collection[str]) -> Iterable[Chart]:
@@ -122,32 +134,32 @@ def _tag_pattern(pattern: str) -> str:
 
 
 def _evaluations(names: Collection[str]) -> Iterable[Chart]:
-    """Yield a chart per held-out set, with the mean, the majority vote and the pass rate of the most samples. Each has
-    its interval as a band."""
+    """Yield the charts of each held-out set: its pass rates, and the mean, the majority vote and the pass rate of the
+    most samples, each with its interval as a band."""
     estimates = [name for name in names if f"{name}_low" in names and f"{name}_high" in names]
     for folder in sorted({name.rpartition("/")[0] for name in estimates}):
         found = [name for name in estimates if name.rpartition("/")[0] == folder]
-        passes = [name for name in found if MAX_PASS.fullmatch(name)]
-        widest = max(passes, key=lambda name: int(name.rpartition("@")[2]), default=None)
-        shown = sorted(name for name in found if name not in passes or name == widest)
-        series = [
-            MarginChartContent.Series(value=tag_of(name), lower=tag_of(f"{name}_low"), upper=tag_of(f"{name}_high"))
-            for name in shown
-        ]
-        metrics = ", ".join(name.rpartition("/")[2] for name in shown)
+        passes = sorted((name for name in found if PASS_RATE.fullmatch(name)), key=_num_samples)
         set_name = folder.removeprefix("eval/")
-        yield Chart(title=f"evaluation {set_name}: {metrics}, 95 %", margin=MarginChartContent(series=series))
         if len(passes) > 1:
             tags = [f"eval/{re.escape(set_name)}/pass@[0-9]+$"]
-            yield Chart(title=f"evaluation {set_name}: pass rates", multiline=MultilineChartContent(tag=tags))
+            yield Chart(title=f"{set_name}: all pass rates", multiline=MultilineChartContent(tag=tags))
+        for name in sorted(name for name in found if name not in passes[:-1]):
+            bounds = {"lower": tag_of(f"{name}_low"), "upper": tag_of(f"{name}_high")}
+            band = MarginChartContent.Series(value=tag_of(name), **bounds)
+            yield Chart(title=f"{set_name}: {name.rpartition('/')[2]}", margin=MarginChartContent(series=[band]))
+
+
+def _num_samples(name: str) -> int:
+    """Return the k of a metric such as pass@k."""
+    return int(name.rpartition("@")[2])
 
 
 def _stages(names: Collection[str]) -> Iterable[Chart]:
     """Yield the stack of stages. TensorBoard has no stacked chart, so each stage is a band from the bound of the stage
-    below it to its own."""
-    if "time/step" not in names:
-        return
-    shown = [stage for stage in STAGES if f"time/{stage}" in names]
-    tops = [*(BANDS + stage for stage in shown), OTHER]
-    series = [MarginChartContent.Series(value=top, lower=below, upper=top) for below, top in zip([BOTTOM, *tops], tops)]
-    yield Chart(title="share of a step by stage, stacked", margin=MarginChartContent(series=series))
+    below it to its own. All have one colour, so the title names them."""
+    if "time/step" in names:
+        tops = [*(BANDS + stage for stage in STAGES), OTHER]
+        bands = [MarginChartContent.Series(value=top, lower=low, upper=top) for low, top in zip([BOTTOM, *tops], tops)]
+        title = f"share of a step, from below: {', '.join(STAGES)}, other"
+        yield Chart(title=title, margin=MarginChartContent(series=bands))

@@ -61,10 +61,10 @@ class MetricsWriter:
         self._rows.write(step, version, values, histograms)
         if ACCURACY in values:
             self.note("evaluation", step, f"{ACCURACY} {values[ACCURACY]:.4g}")
-        for sink in self._sinks:
-            sink.write(step, values)
         for name, histogram in histograms.items():
             self._events.write_histogram(name, histogram, step)
+        for sink in self._sinks:
+            sink.write(step, values)
         self._console.write(step, values)
 
     def describe_run(self, config: Config, placement: Placement) -> None:
