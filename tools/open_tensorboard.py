@@ -152,7 +152,7 @@ def check_port(port: int) -> None:
 
 def serve(folder: Path, name: str, port: int) -> subprocess.Popen[bytes]:
     """Start TensorBoard, and print how to reach it. It calls the run by this name."""
-    path = str(folder.resolve())
+    path = str(folder)
     # A list of names and paths cannot have a path with its separators. Without a name, the run is called ".".
     has_name = not set(f"{name}{path}") & set(":,")
     where = ["--logdir_spec", f"{name}:{path}"] if has_name else ["--logdir", path]

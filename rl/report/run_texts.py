@@ -12,11 +12,11 @@ from rl.report.writers import public_settings
 CONFIG, PLACEMENT = "run/config", "run/placement"  # tags of the texts
 # What the tab HParams compares: the settings that most often differ between runs. run/config has all of them.
 HYPERPARAMETERS = {
-    "actor": ("lr", "lr_schedule", "optimizer"),
-    "algo": ("advantage", "loss", "loss_norm", "clip_low", "clip_high", "kl_coef", "entropy_coef", "correction"),
+    "actor": ("lr",),
+    "algo": ("advantage", "loss", "clip_low", "clip_high", "kl_coef", "correction"),
     "train": ("num_prompts_per_step",),
     "rollout": ("num_samples_per_prompt", "max_new_tokens", "temperature", "max_tokens_per_round", "ahead"),
-    "model": ("path", "dtype"),
+    "model": ("path",),
     "data": ("train",),
     "reward": ("function",),
     "run": ("seed",),
