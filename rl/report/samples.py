@@ -18,7 +18,7 @@ MAX_TURNS = 24  # of a conversation
 
 
 @dataclass(frozen=True)
-class Sample:
+class ReportedSample:
     """One sample of a prompt, and what the others of its group got."""
 
     batch: Batch  # the sequences of the sample
@@ -32,12 +32,12 @@ def shows_samples(metrics: MetricsConfig, step: int) -> bool:
     return bool(metrics.samples_interval and metrics.num_samples) and (step - 1) % metrics.samples_interval == 0
 
 
-def show(samples: Sequence[Sample], tokenizer: Tokenizer) -> str:
+def show(samples: Sequence[ReportedSample], tokenizer: Tokenizer) -> str:
     """Return the samples as headings and blocks. Whatever the texts contain, they stay in their blocks."""
     return "\n\n".join(_show_sample(number, sample, tokenizer) for number, sample in enumerate(samples, start=1))
 
 
-def _show_sample(number: int, sample: Sample, tokenizer: Tokenizer) -> str:
+def _show_sample(number: int, sample: ReportedSample, tokenizer: Tokenizer) -> str:
     batch = sample.batch
     reward, is_truncated = float(batch.rewards[0]), bool(batch.truncated[0])
     cut = f", cut at the limit of {count_of(int(batch.loss_mask.sum()), 'token')}" if is_truncated else ""
@@ -72,7 +72,7 @@ def _name_turns(turns: Sequence[Turn]) -> list[tuple[str, list[int]]]:
     return [*titled[:half], (note, []), *titled[len(titled) - half :]]
 
 
-def _score_lines(sample: Sample, reward: float) -> list[str]:
+def _score_lines(sample: ReportedSample, reward: float) -> list[str]:
     lines = [f"reward  {reward:.4g}"]
     if sample.result is not None:
         parts = {f"reward/{name}": value for name, value in sample.result["parts"].items()}

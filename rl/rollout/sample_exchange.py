@@ -11,7 +11,7 @@ from rl.config.schema import MetricsConfig
 from rl.data.batch import Batch
 from rl.data.prompts import PromptStream
 from rl.placement.roles import Placement
-from rl.report.samples import Sample, shows_samples
+from rl.report.samples import ReportedSample, shows_samples
 from rl.rollout.held import HeldGroups
 from rl.world.messages import Message
 from rl.world.world import World
@@ -34,7 +34,7 @@ class SampleExchange:
     def __init__(self, world: World, placement: Placement, metrics: MetricsConfig):
         self._world, self._metrics = world, metrics
         self._leader, self._actor = placement.leader, placement.actors.index(world.rank)
-        self.samples: list[Sample] = []  # of the last batch, on the leader; empty if no samples are shown
+        self.samples: list[ReportedSample] = []  # of the last batch, on the leader; empty if no samples are shown
 
     def collect(self, numbers: Sequence[int], held: HeldGroups, stream: PromptStream | None) -> None:
         """Send this actor's samples of a batch. `numbers` are the groups of the batch in the schedule."""
@@ -54,7 +54,7 @@ class SampleExchange:
         assert stream is not None, "the leader has the prompts"
         for place, number in enumerate(shown):
             message, sample = letters[place]
-            self.samples.append(Sample(sample, stream.at(number).answer, message.result, message.rewards))
+            self.samples.append(ReportedSample(sample, stream.at(number).answer, message.result, message.rewards))
 
     def _describe(self, place: int, number: int, held: HeldGroups) -> tuple[ShownSample, Batch]:
         group, results = held.groups[number], held.results[number]

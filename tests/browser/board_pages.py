@@ -4,6 +4,7 @@ python -m tests.browser.board_pages docs       takes the pictures of docs/tensor
 """
 
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -18,11 +19,7 @@ from rl.report.rows import last_step
 from tests.browser.chromium import WAIT_MS, open_page
 from tests.launcher import ROOT, finish, members, start, until
 
-NUM_STEPS, SAVED, KILLED = (
-    16,
-    4,
-    10,
-)  # steps of the run, steps between checkpoints, and the step after which it is killed
+NUM_STEPS, SAVED, KILLED = 16, 4, 10  # of the run, between two checkpoints, and before the kill
 # Engine and actor have a rank each, and a round samples at most 3 tokens of a response (Q).
 SETTINGS = ["placement.rollout=0", "placement.actor=1", "rollout.max_tokens_per_round=3"]
 SETTINGS += ["reward.function={exact_match: 1.0, regex: 0}", "reward.options={regex: {pattern: '[0-9]+', whole: true}}"]
@@ -78,7 +75,7 @@ def serve(folder: Path) -> Iterator[str]:
         (address,) = re.findall(r"(http://\S+) on this machine", "".join(lines))
         yield address
     finally:
-        process.terminate()
+        process.send_signal(signal.SIGINT)  # then it ends TensorBoard too
         process.wait()
 
 

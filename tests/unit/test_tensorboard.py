@@ -15,7 +15,7 @@ from rl.placement.roles import plan
 from rl.report.layout import BOTTOM, OTHER, make_layout, stack_stages, tag_of
 from rl.report.metrics_writer import MetricsWriter
 from rl.report.tensorboard import EventWriter
-from tests.board import Board
+from tests.event_reader import EventReader
 
 STEP = {"reward/mean": 0.5, "reward/exact_match": 0.5, "time/step": 2.0, "time/rollout": 1.0, "time/update": 0.5}
 STEP |= {"critic/loss": 1.0, "gpu/memory_gb/rank_0": 3.0, "perf/tokens_per_s": 9.0, "perf/tokens_per_s/engine_1": 9.0}
@@ -34,10 +34,10 @@ def tags_of(chart: dict[str, Any]) -> list[str]:
 def test_charts_follow_what_the_run_has_written_and_none_is_empty(tmp_path: Path) -> None:
     writer = EventWriter(tmp_path, 0)
     writer.write(1, STEP)
-    assert [*Board(tmp_path).charts()] == ["learning", "learning: critic", "generation", "system"]
+    assert [*EventReader(tmp_path).charts()] == ["learning", "learning: critic", "generation", "system"]
     writer.write(2, STEP | EVALUATION)
     writer.close()
-    board = Board(tmp_path)
+    board = EventReader(tmp_path)
     for category in board.charts().values():
         for title, chart in category.items():
             if "margin" in chart:
@@ -54,7 +54,7 @@ def test_an_interval_is_a_band_of_its_estimate(tmp_path: Path) -> None:
     writer = EventWriter(tmp_path, 0)
     writer.write(0, EVALUATION)
     writer.close()
-    board = Board(tmp_path)
+    board = EventReader(tmp_path)
     (band,) = board.charts()[EVALUATIONS]["sums: avg@4"]["margin"]["series"]
     points = [board.scalars(band[name]) for name in ("lower", "value", "upper")]
     assert points == [[(0, pytest.approx(bound))] for bound in (0.4, 0.5, 0.6)]
@@ -105,7 +105,7 @@ def test_a_killed_run_continues_its_curves_without_gaps_and_repetitions(tmp_path
         file.write(b"\x30\x00\x00\x00")  # a record that was being written
     kill_after(tmp_path, 6, 7, 0.5)  # from the checkpoint of step 6
     kill_after(tmp_path, 6, 10, 0.75)
-    board = Board(tmp_path)
+    board = EventReader(tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [*range(1, 11)]
     assert board.scalars("reward/mean") == [(row["step"], row["reward/mean"]) for row in rows]
@@ -120,7 +120,7 @@ def test_a_killed_run_continues_its_curves_without_gaps_and_repetitions(tmp_path
 def test_a_resumed_run_has_its_charts_before_its_first_step(tmp_path: Path) -> None:
     kill_after(tmp_path, 0, 4, 0.25)
     kill_after(tmp_path, 4, 4, 0.5)
-    assert [*Board(tmp_path).charts()[EVALUATIONS]] == ["sums: avg@1"]
+    assert [*EventReader(tmp_path).charts()[EVALUATIONS]] == ["sums: avg@1"]
 
 
 def test_settings_and_placement_are_shown_without_credentials(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_settings_and_placement_are_shown_without_credentials(tmp_path: Path) ->
     writer.describe_run(config, plan({"rollout": "0", "actor": "1-2"}, 1, 3))
     writer.write(1, 2, STEP)
     writer.close("fake")
-    board = Board(tmp_path)
+    board = EventReader(tmp_path)
     ((_, settings),) = board.texts("run/config")
     changed, _, everything = settings.partition("all settings")
     assert "lr: 0.0003" in changed and "max_grad_norm" not in changed and "max_grad_norm: 1.0" in everything
@@ -147,4 +147,4 @@ def test_infinite_values_do_not_break_the_page(tmp_path: Path) -> None:
     writer = EventWriter(tmp_path, 0)
     writer.write(1, {"loss/policy": math.inf, "time/step": 0.0})
     writer.close()
-    assert Board(tmp_path).scalars("loss/policy") == [(1, math.inf)]
+    assert EventReader(tmp_path).scalars("loss/policy") == [(1, math.inf)]

@@ -17,7 +17,7 @@ EVERYTHING = {"scalars": 100_000, "text": 1000, "tensors": 1000, "histograms": 1
 RUN = "."
 
 
-class Board:
+class EventReader:
     """What TensorBoard shows of the folder of one run, without a browser."""
 
     def __init__(self, folder: Path):
