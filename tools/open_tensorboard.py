@@ -15,6 +15,7 @@ TensorBoard listens on this machine only (127.0.0.1). The command prints how to 
 import argparse
 import os
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -38,7 +39,7 @@ FIRST_TAB = "#custom_scalars&_smoothingWeight=0"  # the charts of rl/report/layo
 # The fast loader does not know restarts: it would show points of a lost step until the step is done again. By default,
 # TensorBoard keeps 1,000 points of a curve and 10 texts.
 OPTIONS = ("--reload_interval", "5", "--load_fast", "false", "--samples_per_plugin", "scalars=5000,text=100")
-INTERRUPTED = 130
+INTERRUPTED, TERMINATED = 130, 143  # exit statuses
 STOP_S = 10.0
 
 
@@ -194,6 +195,7 @@ def show(args: argparse.Namespace) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(TERMINATED))  # and end TensorBoard too
     try:
         sys.exit(show(parse_arguments(arguments)))
     except (MergeError, UnsafeName) as error:

@@ -4,7 +4,6 @@ python -m tests.browser.board_pages docs       takes the pictures of docs/tensor
 """
 
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -75,7 +74,7 @@ def serve(folder: Path) -> Iterator[str]:
         (address,) = re.findall(r"(http://\S+) on this machine", "".join(lines))
         yield address
     finally:
-        process.send_signal(signal.SIGINT)  # then it ends TensorBoard too
+        process.terminate()
         process.wait()
 
 

@@ -8,8 +8,9 @@ import pytest
 
 from rl.report.layout import BANDS, tag_of
 from rl.report.rows import read_metrics
-from tests.browser.board_pages import KILLED, NUM_STEPS, SAVED, SIZE, BoardPages, Line, make_run, serve
+from tests.browser.board_pages import KILLED, NUM_STEPS, SAVED, SIZE, BoardPages, Line, make_run, serve, take_pictures
 from tests.browser.chromium import needs_chromium, open_page
+from tests.launcher import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), needs_chromium]
 
@@ -67,3 +68,11 @@ def test_the_other_tabs_have_samples_settings_and_lengths(pages: BoardPages) -> 
     pages.open_tab("hparams", "sums", "actor.lr", "algo.advantage")
     pages.open_tab("histograms", "rollout/lengths")
     pages.open_tab("timeseries", "eval/accuracy")
+
+
+def test_the_pictures_of_the_documentation_are_small(pages: BoardPages, tmp_path: Path) -> None:
+    take_pictures(pages, tmp_path)
+    assert [*sorted(file.name for file in (ROOT / "docs").glob("tensorboard_*.png"))] == [
+        *sorted(file.name for file in tmp_path.iterdir()),
+    ]
+    assert all(10_000 < file.stat().st_size < 200_000 for file in tmp_path.iterdir())
