@@ -140,10 +140,10 @@ class Saver:
         self._work.put((0, done.set))
         self._wait(done)
 
-    def stop(self, text: str) -> None:
-        """End the run. The leader raises Stopped. The other ranks wait until that ends the world."""
+    def stop(self, text: str, error: type[Exception] = Stopped) -> None:
+        """End the run. The leader raises the error. The other ranks wait until that ends the world."""
         if self.is_leader:
-            raise Stopped(f"{text} (run.name={self._run.name})")
+            raise error(f"{text} (run.name={self._run.name})")
         self._wait(threading.Event())  # raises when the world ends
 
     def _wait(self, event: threading.Event) -> None:

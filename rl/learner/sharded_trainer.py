@@ -51,7 +51,6 @@ class ShardedTrainer:
     kind = "model"  # name of the weights in a checkpoint
     metric = "optim"  # prefix of the metrics
     outputs = "logprobs of the policy"  # what the model computes, for error messages
-    remedy = " or set algo.dual_clip"  # what helps against infinite gradients, besides a lower learning rate
 
     def __init__(
         self, sharded: ShardedModel, config: Config, settings: TrainerSettings, schedule: Callable[[int], float]
@@ -226,13 +225,6 @@ class ShardedTrainer:
         is_finite = math.isfinite(norm_value)  # the norm, and so the decision, is equal on all ranks
         is_first = dist.get_rank(self._pg) == 0  # the only rank that counts
         measures.sum(f"{self.metric}/skipped_steps", float(is_first and not is_finite))
-        if is_first and not is_finite:
-            print(
-                f"oneworld: the gradient norm of the {self.kind} is {norm_value} after {self.num_updates} optimizer "
-                f"steps, so the next one is skipped and counted in {self.metric}/skipped_steps. If this repeats, lower "
-                f"its learning rate{self.remedy}.",
-                flush=True,
-            )
         measures.mean(f"{self.metric}/grad_norm", torch.where(torch.isfinite(norm), norm, 0.0), float(is_finite))
         measures.mean(f"{self.metric}/lr", self.lr, 1)
         for offloader in self._offloaders.values():

@@ -18,7 +18,7 @@ from tensorboard.plugins.custom_scalar.layout_pb2 import (
 )
 
 # TensorBoard sorts groups of tags by name and opens the first two, so these would hide evaluations and rewards.
-LATE = ("critic", "environment", "gpu", "host")
+LATE = ("critic", "environment", "gpu", "health", "host")
 LATE_MARK = "z_"
 BOUNDS = f"{LATE_MARK}bounds/"
 BOUND = re.compile(r"eval/.*_(low|high)")
@@ -79,13 +79,16 @@ SYSTEM = (
     Lines("busy share by role", ("perf/busy/.*",)),
     Lines("waiting share by role", ("perf/wait/.*",)),
     Lines("MFU", ("perf/mfu.*",)),
+    Lines("weight sync in GB/s", ("perf/sync_gb_per_s",)),
+    Lines("checkpoint seconds", ("perf/checkpoint_s",)),
+    Lines("samples without a score: timeouts, errors", ("reward/(timeouts|errors)",)),
+    Lines("health rules: 1 while a rule fires", ("health/.*",)),
+)
+MEMORY = (
     Lines("GPU memory by kind, in GB", ("gpu/memory_gb/(?!rank_).*",)),
     Lines("GPU memory by rank, in GB", ("gpu/memory_gb/rank_.*",)),
     Lines("GPU utilization by rank", ("gpu/utilization/.*",)),
     Lines("host memory by node, in GB", ("host/memory_gb/.*",)),
-    Lines("weight sync in GB/s", ("perf/sync_gb_per_s",)),
-    Lines("checkpoint seconds", ("perf/checkpoint_s",)),
-    Lines("samples without a score: timeouts, errors", ("reward/(timeouts|errors)",)),
 )
 
 
@@ -116,6 +119,7 @@ def make_layout(names: Collection[str]) -> Layout:
         "learning: critic": _lines(CRITIC, names),
         "generation": _lines(GENERATION, names),
         "system": [*_lines(SYSTEM, names), *_stages(names)],
+        "system: memory and GPUs": _lines(MEMORY, names),
     }
     found = {title: list(each) for title, each in charts.items()}
     return Layout(category=[Category(title=title, chart=each) for title, each in found.items() if each])

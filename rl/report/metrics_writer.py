@@ -10,6 +10,8 @@ from rl.placement.roles import Placement
 from rl.report.accounting import AccountingFile
 from rl.report.console import RunConsole
 from rl.report.histogram import Histogram
+from rl.report.live import LiveView
+from rl.report.prometheus import PrometheusEndpoint
 from rl.report.rows import RowFile
 from rl.report.run_texts import list_hyperparameters, make_texts
 from rl.report.tensorboard import EventWriter
@@ -30,7 +32,7 @@ class MetricsWriter:
     """Write the metrics of a run. Only the leader has a writer.
 
     `step` is the step from which the run resumes; 0: it starts over, unless this command `continues` a run in phases.
-    `others` get the metrics too.
+    `others` and the endpoint for Prometheus get the metrics too. `view` shows them on a terminal.
     """
 
     def __init__(
@@ -40,6 +42,8 @@ class MetricsWriter:
         step: int = 0,
         others: Sequence[Sink] = (),
         continues: bool = False,
+        endpoint: PrometheusEndpoint | None = None,
+        view: LiveView | None = None,
     ):
         run_dir.mkdir(parents=True, exist_ok=True)
         self._run_dir, self._num_steps, self._step = run_dir, num_steps, step
@@ -47,9 +51,13 @@ class MetricsWriter:
         self._accounting = AccountingFile(run_dir, step)
         names = {name for row in self._rows.kept for name in row}
         self._events = EventWriter(run_dir, step + 1 if step or continues else 0, names)
-        rewards = [row["reward/mean"] for row in self._rows.kept if "reward/mean" in row]
-        self._console = RunConsole(run_dir.name, num_steps, rewards)
+        self.kept_rows = self._rows.kept  # of earlier starts of the run
+        rewards = [row["reward/mean"] for row in self.kept_rows if "reward/mean" in row]
+        self._console = RunConsole(run_dir.name, num_steps, rewards, step, view)
         self._sinks: list[Sink] = [self._events, *others]
+        self._endpoint = endpoint
+        if endpoint is not None and endpoint.warning:
+            self.note("warning", step, endpoint.warning)
 
     def write(
         self, step: int, version: int, values: Mapping[str, float], histograms: Mapping[str, Histogram] | None = None
@@ -65,6 +73,8 @@ class MetricsWriter:
             self._events.write_histogram(name, histogram, step)
         for sink in self._sinks:
             sink.write(step, values)
+        if self._endpoint is not None:
+            self._endpoint.write(step, version, values)
         self._console.write(step, values)
 
     def describe_run(self, config: Config, placement: Placement) -> None:
@@ -95,3 +105,5 @@ class MetricsWriter:
         self._accounting.close()
         for sink in self._sinks:
             sink.close()
+        if self._endpoint is not None:
+            self._endpoint.close()

@@ -67,6 +67,11 @@ class Sampler:
         self.exchange: SampleExchange | None = None  # set it before the first batch to show samples
         self._scored: set[str] = set()  # names of scores so far, including parts; equal on all actors
 
+    @property
+    def max_lag(self) -> int:
+        """The largest lag that a token can have when it is trained on."""
+        return self._schedule.state.max_lag
+
     def sample(self, version: int, measures: Measures) -> Sampled:
         """Return the next batch. Sample rounds from this version of the weights until the schedule has one. A round
         that the schedule allows to run during the update is then in flight."""

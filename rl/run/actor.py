@@ -83,25 +83,13 @@ class Actor:
         self.memory.end(measures)
 
     def adapt(self, values: Mapping[str, float], num_prompts: int) -> dict[str, float]:
-        """Adapt the KL coefficient, warn if the policy collapses, and return further metrics."""
-        algo, found = self.config.algo, {}
-        if not values.get("policy/tokens"):  # only the critic was trained, or every response was masked
+        """Adapt the KL coefficient if algo.kl_target is set, and return it as a metric."""
+        algo = self.config.algo
+        if not algo.kl_target or not values.get("policy/tokens"):  # 0 if only the critic was trained, or all was masked
             return {}
-        if algo.kl_target:
-            kl = values["reward/kl" if algo.has_kl_in_reward else "loss/kl"]
-            self.learner.adapt(kl, num_prompts * self.config.rollout.num_samples_per_prompt)
-            found["policy/kl_coef"] = self.learner.kl_coef
-        if algo.certainty_coef:
-            is_collapsed = values["policy/entropy"] < algo.collapse_entropy
-            found["policy/is_collapsed"] = float(is_collapsed)
-            if is_collapsed and self.reporter.is_writing:
-                print(
-                    f"oneworld: the policy collapses: its entropy per token is {values['policy/entropy']:.2g}, below "
-                    f"algo.collapse_entropy = {algo.collapse_entropy:g}. The self-certainty reward can cause it; look "
-                    "at the samples, and lower algo.certainty_coef or actor.lr",
-                    flush=True,
-                )
-        return found
+        kl = values["reward/kl" if algo.has_kl_in_reward else "loss/kl"]
+        self.learner.adapt(kl, num_prompts * self.config.rollout.num_samples_per_prompt)
+        return {"policy/kl_coef": self.learner.kl_coef}
 
     def is_evaluation_due(self, step: int) -> bool:
         """Return whether the weights after this step are to be evaluated, by this command or in the phase rollout."""

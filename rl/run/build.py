@@ -26,8 +26,7 @@ from rl.learner.overlap import OverlappedUpdate, why_overlap_waits
 from rl.learner.policy import PolicyTrainer
 from rl.learner.scoring import Scorer
 from rl.model.shards import TensorInfo
-from rl.report.metrics_writer import MetricsWriter
-from rl.report.writers import open_writers
+from rl.report.health import Finding
 from rl.rewards.find import read_rules
 from rl.rollout.balance import Balancer
 from rl.rollout.collect import Rollouts
@@ -42,12 +41,13 @@ from rl.run.models import build_critic, build_learner, build_scorer, load_refere
 from rl.run.open import Run
 from rl.run.record import begin_story
 from rl.run.reporter import Reporter
+from rl.run.reporting import build_health, build_writer
 from rl.run.serve import build_rollout_service, build_sync
 from rl.sync.weights import WeightSource, share_tensors
 from rl.watch.heart import HEART
 from rl.watch.reports import ServiceUnavailable
 from rl.world.bootstrap import enable_garbage_collection
-from rl.world.orders import Action
+from rl.world.orders import Action, Order
 
 
 def build_actor(run: Run, trains: bool = True) -> Actor:
@@ -97,7 +97,17 @@ def build_actor(run: Run, trains: bool = True) -> Actor:
     if run.stored is not None and run.data is not None:
         rollouts.use_archive(run.stored.groups, samples=functools.partial(_skip_missing, run))
     sampler = build_sampler(run, rollouts, trains)
-    sampler.exchange = exchange = SampleExchange(run.world, run.placement, config.metrics)
+
+    def end_run(finding: Finding) -> None:
+        """Have all actors end the run while they wait for the next rollouts. After the last step, nothing is left."""
+        checkpoints.failure = finding.text
+        mail.send(run.world.rank, Order("save and fail" if finding.is_worth_saving else "fail"))
+
+    writer = build_writer(run, rollouts) if trains else None
+    health = build_health(run, writer, sampler.max_lag, end_run) if writer is not None else None
+    actors = run.placement.actors
+    reporter = Reporter(run.world, config, run.folder, run.tokenizer, rollouts, writer, actors, health)
+    reporter.exchange = sampler.exchange = SampleExchange(run.world, run.placement, config.metrics)
     actor = Actor(
         config,
         learner,
@@ -107,7 +117,7 @@ def build_actor(run: Run, trains: bool = True) -> Actor:
         sync,
         checkpoints,
         build_evaluation(run, rollouts) if has_engines else None,
-        _build_reporter(run, rollouts, start_step, trains, exchange),
+        reporter,
         start_step,
         last_step,
         is_evaluated=not has_engines or (resume is not None and resume.manifest.state["is_evaluated"]),
@@ -242,16 +252,3 @@ def build_evaluation(run: Run, rollouts: Rollouts) -> Evaluation | None:
     sets = run.data.eval_sets if run.data is not None else {}
     first = {name: prompts[: config.eval.num_prompts or None] for name, prompts in sets.items()}
     return Evaluation(run.world.mail, run.placement, config, rollouts, run.tokenizer, run.folder, first)
-
-
-def _build_reporter(run: Run, rollouts: Rollouts, step: int, trains: bool, exchange: SampleExchange) -> Reporter:
-    writer = None
-    if run.data is not None and trains and not run.config.debug.dry_run:
-        run.world.collect_usage()
-        is_phase = run.phase.name != "both"
-        others = open_writers(run.config, run.folder, is_new=not step)
-        writer = MetricsWriter(run.folder, run.config.train.num_steps, step, others, continues=is_phase)
-        writer.describe_run(run.config, run.placement)
-        run.world.at_end(lambda: writer.close(rollouts.engine_name))
-    actors = run.placement.actors
-    return Reporter(run.world, run.config, run.folder, run.tokenizer, rollouts, writer, actors, exchange)

@@ -1,6 +1,7 @@
 """Write the reports of an actor rank: metrics, samples, saved rollouts and profiles."""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -22,6 +23,7 @@ from rl.rollout.collect import Rollouts
 from rl.rollout.dispatch import BatchTime
 from rl.rollout.sample_exchange import SampleExchange
 from rl.rollout.use import describe_uses
+from rl.run.reporting import HealthWatch, RewardSummary
 from rl.world.world import World
 
 ROLLOUTS = "rollouts"  # subfolder of the run
@@ -44,18 +46,16 @@ class Reporter:
         rollouts: Rollouts,
         writer: MetricsWriter | None,
         actors: Sequence[int] = (0,),
-        exchange: SampleExchange | None = None,
+        health: HealthWatch | None = None,
     ):
         self._world, self._config, self._folder = world, config, folder
         self._tokenizer, self._rollouts, self._writer, self._actors = tokenizer, rollouts, writer, actors
-        self._exchange = exchange
+        self._health = health
+        self.exchange: SampleExchange | None = None  # set it before the first step to write samples
+        self._rewards = RewardSummary(writer.kept_rows if writer is not None else ())
         is_known = writer is not None and world.device.type == "cuda" and config.model.dtype == "bfloat16"
         peak = peak_flops(torch.cuda.get_device_name(world.device)) if is_known else None
         self._peak_flops = len(actors) * peak if peak else None  # of all actors
-
-    @property
-    def is_writing(self) -> bool:
-        return self._writer is not None
 
     def profile(self) -> AbstractContextManager[None]:
         """Profile the step if debug.profile_step and debug.profile_num_steps select it."""
@@ -103,13 +103,18 @@ class Reporter:
             values |= describe_uses(self._rollouts.take_uses())
             accounts = self._world.accounts.take(version)
             values |= summarize(accounts)
-            about = {"step": step, "bound": describe_bound(values | seconds)}
-            if batch.num_sequences:
-                about["prompt_tokens"] = round(float(batch.prompt_lengths.double().mean()), 1)
+            prompt_tokens = round(float(batch.prompt_lengths.sum()) / max(1, batch.num_sequences), 1)
+            about = {"step": step, "bound": describe_bound(values | seconds), "prompt_tokens": prompt_tokens}
+            about["nodes"] = [*Counter(self._world.hosts).values()]  # ranks of each; a node's ranks are consecutive
             self._writer.write_accounts(accounts, self._world.hosts, about)
-            if self._exchange is not None and self._exchange.samples:
-                self._writer.write_text(TAG, show(self._exchange.samples, self._tokenizer), step)
-        self._writer.write(step, version, values | seconds | self._world.take_usage(), histograms)
+            if self.exchange is not None and self.exchange.samples:
+                self._writer.write_text(TAG, show(self.exchange.samples, self._tokenizer), step)
+        values = values | seconds | self._world.take_usage()
+        if self._health is not None:
+            values |= self._health.check(step, values)
+        self._writer.write(step, version, values, histograms)
+        if "reward/mean" in values:
+            self._world.tell_rewards(*self._rewards.add(values["reward/mean"]))
 
     def _name(self) -> str:
         return f"step_{self._world.step}.rank_{self._world.rank}"

@@ -10,7 +10,7 @@ import psutil
 
 from rl.config.schema import ConfigError
 from rl.watch.reports import AttemptHistory
-from rl.watch.tee import next_attempt
+from rl.watch.tee import next_attempt, remove_old_attempts
 from rl.world.bootstrap import log_to
 from rl.world.messages import waiting
 from rl.world.sealed_store import SealedStore
@@ -50,6 +50,8 @@ class Restarts:
             log_to(logs / f"attempt_{self.attempt}" / f"rank_{self._rank}.log")
         except OSError as error:
             print(f"oneworld: rank {self._rank} has no log of its own: {error}", file=sys.stderr, flush=True)
+        if self._is_first_on_node:
+            remove_old_attempts(logs, self.attempt)
 
     def back_off(self, max_attempts: int) -> None:
         """Wait if earlier attempts made no progress. Raise after `max_attempts` of them in a row."""

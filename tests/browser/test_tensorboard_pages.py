@@ -46,6 +46,7 @@ def test_the_first_page_shows_every_metric_of_the_run_in_one_curve(run: Path, pa
     assert [row["step"] for row in rows] == [*range(NUM_STEPS + 1)]
     assert [category["title"] for category in pages.layout["category"]] == [
         *("learning", "learning: evaluations, with intervals of 95 %", "generation", "system"),
+        "system: memory and GPUs",
     ]
     tags = {tag_of(name): name for row in rows for name in row}
     drawn = {tag: points for tag, points in pages.points.items() if not tag.startswith(BANDS)}

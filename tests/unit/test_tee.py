@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from rl.watch.tee import next_attempt
+from rl.watch.tee import MAX_ATTEMPTS, next_attempt, remove_old_attempts
 
 PROGRAM = """
 import ctypes, os, signal, subprocess, sys, time
 from pathlib import Path
-from rl.watch.tee import start_tee, write_log
+from rl.watch.tee import start_tee
 line = start_tee()
 print("early", sys.stdout.isatty(), flush=True)
-write_log(line, Path(sys.argv[1]))
+line.write_log(Path(sys.argv[1]))
 print("python", flush=True)
 print("error", file=sys.stderr, flush=True)
 ctypes.CDLL(None).dprintf(2, b"C++\\n")
@@ -123,3 +123,34 @@ def test_a_log_that_hangs_leaves_the_console_alone(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", program, str(log)], stdout=subprocess.PIPE, timeout=30)
     os.close(reader)
     assert done.stdout.endswith(LAST + b"x" * 200_000 + b" the end")
+
+
+def test_a_log_is_bounded_and_keeps_the_newest_output(tmp_path: Path) -> None:
+    log = tmp_path / "rank_0.log"
+    program = """
+import os, sys
+from pathlib import Path
+from rl.watch import tee
+tee.MAX_LOG = 100_000
+line = tee.start_tee()
+line.write_log(Path(sys.argv[1]))
+for number in range(50_000):
+    os.write(1, b"%07d\\n" % number)
+"""
+    done = subprocess.run([sys.executable, "-c", program, str(log)], stdout=subprocess.PIPE, timeout=60)
+    assert len(done.stdout) == 400_000
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank_0.log", "rank_0.log.1"]
+    kept = (tmp_path / "rank_0.log.1").read_bytes() + log.read_bytes()
+    assert 100_000 <= len(kept) < 100_000 + 2 * 65_536 + 100_000
+    assert done.stdout.endswith(kept)
+
+
+def test_only_the_logs_of_the_newest_attempts_stay(tmp_path: Path) -> None:
+    for number in (1, 2, 3, 30, 51, 52):
+        (tmp_path / f"attempt_{number}").mkdir()
+        (tmp_path / f"attempt_{number}" / "rank_0.log").write_text("x")
+    (tmp_path / "attempt_x").mkdir()
+    remove_old_attempts(tmp_path, 52)
+    left = [f"attempt_{number}" for number in (3, 30, 51, 52, "x")]
+    assert MAX_ATTEMPTS == 50 and sorted(path.name for path in tmp_path.iterdir()) == sorted(left)
+    assert next_attempt(tmp_path) == 53

@@ -19,6 +19,7 @@ from tests.event_reader import EventReader
 
 STEP = {"reward/mean": 0.5, "reward/exact_match": 0.5, "time/step": 2.0, "time/rollout": 1.0, "time/update": 0.5}
 STEP |= {"critic/loss": 1.0, "gpu/memory_gb/rank_0": 3.0, "perf/tokens_per_s": 9.0, "perf/tokens_per_s/engine_1": 9.0}
+MEMORY = "system: memory and GPUs"
 EVALUATIONS = "learning: evaluations, with intervals of 95 %"  # the title of their charts
 EVALUATION = {"eval/accuracy": 0.5, "eval/sums/failed": 0.0}
 for name in ("avg@4", "pass@2", "pass@4", "maj@4"):
@@ -34,7 +35,7 @@ def tags_of(chart: dict[str, Any]) -> list[str]:
 def test_charts_follow_what_the_run_has_written_and_none_is_empty(tmp_path: Path) -> None:
     writer = EventWriter(tmp_path, 0)
     writer.write(1, STEP)
-    assert [*EventReader(tmp_path).charts()] == ["learning", "learning: critic", "generation", "system"]
+    assert [*EventReader(tmp_path).charts()] == ["learning", "learning: critic", "generation", "system", MEMORY]
     writer.write(2, STEP | EVALUATION)
     writer.close()
     board = EventReader(tmp_path)
