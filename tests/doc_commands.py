@@ -80,6 +80,11 @@ ELSEWHERE = (
     }
     | {
         "make demo": ("tests/e2e/test_demo.py", '"make", "demo"'),
+        "make tensorboard": ("Makefile", "tools/open_tensorboard.py $(RUN)"),
+        "python -m tests.browser.board_pages docs": (
+            "tests/browser/test_tensorboard_pages.py",
+            "take_pictures(pages, tmp_path)",
+        ),
         "make test": (".github/workflows/test.yml", "run: make test"),
         "make test-quick": ("Makefile", "test-quick:"),
         "make setup": ("Makefile", "lint: setup"),
