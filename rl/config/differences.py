@@ -1,6 +1,7 @@
 """Which settings of runs differ from each other, or from the defaults."""
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ def default_settings() -> dict[str, Any]:
 def find_differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """Return the settings whose values are not the same in all configs, by dotted name. A config of another version
     may lack a setting: then its value is None."""
-    flat = [flatten(config) for config in configs]
+    flat = [flatten(json.loads(json.dumps(config))) for config in configs]  # a file has lists, not tuples
     names = dict.fromkeys(name for settings in flat for name in settings if name not in LOCAL_SETTINGS)
     found = {name: [settings.get(name) for settings in flat] for name in names}
     return {name: values for name, values in found.items() if any(value != values[0] for value in values[1:])}

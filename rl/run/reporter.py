@@ -1,6 +1,7 @@
 """Write the reports of an actor rank: metrics, samples, saved rollouts and profiles."""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -101,9 +102,9 @@ class Reporter:
             values |= describe_uses(self._rollouts.take_uses())
             accounts = self._world.accounts.take(version)
             values |= summarize(accounts)
-            about = {"step": step, "bound": describe_bound(values | seconds)}
-            if batch.num_sequences:
-                about["prompt_tokens"] = round(float(batch.prompt_lengths.double().mean()), 1)
+            prompt_tokens = round(float(batch.prompt_lengths.sum()) / max(1, batch.num_sequences), 1)
+            about = {"step": step, "bound": describe_bound(values | seconds), "prompt_tokens": prompt_tokens}
+            about["nodes"] = [*Counter(self._world.hosts).values()]  # ranks of each; a node's ranks are consecutive
             self._writer.write_accounts(accounts, self._world.hosts, about)
             if metrics.samples_interval and (step - 1) % metrics.samples_interval == 0:
                 self._writer.write_text("rollout/samples", show(batch, self._tokenizer, metrics.num_samples), step)

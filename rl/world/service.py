@@ -47,7 +47,9 @@ def serve(world: World, services: Sequence[Service], until: Callable[[], bool]) 
         if letter is not None:
             kind = type(letter.message)
             with world.stage(by_kind[kind].name, kind.__name__):
-                by_kind[kind].handle(letter)
+                while letter is not None:  # all of this kind that come next share the cost of entering the stage
+                    by_kind[kind].handle(letter)
+                    letter = None if until() else world.mail.receive_next(kind, by_kind)
             continue
         for service in busy:
             with world.stage(service.name):
