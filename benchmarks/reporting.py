@@ -9,14 +9,13 @@ Prints one JSON line. By number of ranks:
     cpu_ms        time of the processor per step, in all threads of the leader, with the scrapes
     share         wall_ms as a share of a step of 1 s
     metrics       metrics in a row
-    megabytes     size of each file after 10,000 steps, from its growth in the measured steps; `bounded` ones do not grow
+    megabytes     size of each file after 10,000 steps, from its growth in the measured steps
 """
 
 import argparse
 import json
 import os
 import re
-import sys
 import tempfile
 import time
 import urllib.request
@@ -64,12 +63,15 @@ class StandInWorld:
         self.rank, self.step, self.id, self.device = 0, 0, "benchmark", torch.device("cpu")
         self.hosts = [f"node{rank // RANKS_PER_NODE}" for rank in range(num_ranks)]
         self.progress = SimpleNamespace(take_seconds=lambda: dict.fromkeys((*STAGES, "step"), 0.125) | {"step": 1.0})
-        self.accounts = SimpleNamespace(take=lambda version: self._accounts)
+        half = num_ranks // 2
+
+        def take_accounts(version: int) -> list[RankAccount]:
+            engines = [RankAccount(rank, "rollout", ENGINE_SECONDS, {"decode": [1.0] * 5}) for rank in range(half)]
+            return engines + [RankAccount(rank, "actor", ACTOR_SECONDS) for rank in range(half, num_ranks)]
+
+        self.accounts = SimpleNamespace(take=take_accounts)
         self.tell_rewards = lambda first, last: None
         self._usage, self._num_ranks = ResourceUse(), num_ranks
-        half = num_ranks // 2
-        engines = [RankAccount(rank, "rollout", ENGINE_SECONDS, {"decode": [1.0] * 5}) for rank in range(half)]
-        self._accounts = engines + [RankAccount(rank, "actor", ACTOR_SECONDS) for rank in range(half, num_ranks)]
 
     def measure(self) -> None:
         """Add what the watchdogs measure in a step. The I/O thread does so in a run."""
@@ -162,4 +164,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -38,9 +38,12 @@ def summarize(accounts: Sequence[RankAccount]) -> dict[str, float]:
     found: dict[str, float] = {}
     for role, members in _by_role(accounts).items():
         found[BUSY + role] = fmean(account.busy_s / account.wall_s for account in members)
-        for awaited in sorted({name for account in members for name in account.waits}):
-            shares = [account.waits.get(awaited, 0.0) / account.wall_s for account in members]
-            found[f"{WAIT}{role}/{awaited}"] = fmean(shares)
+        totals: defaultdict[str, float] = defaultdict(float)
+        for account in members:
+            wall_s = account.wall_s
+            for awaited, seconds in account.waits.items():
+                totals[awaited] += seconds / wall_s
+        found |= {f"{WAIT}{role}/{awaited}": totals[awaited] / len(members) for awaited in sorted(totals)}
     return found
 
 
