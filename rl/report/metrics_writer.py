@@ -8,6 +8,7 @@ from rl.common.events import Kind, write_event
 from rl.report.accounting import AccountingFile
 from rl.report.console import RunConsole
 from rl.report.histogram import Histogram
+from rl.report.live import LiveView
 from rl.report.prometheus import PrometheusEndpoint
 from rl.report.rows import RowFile
 from rl.report.tensorboard import EventWriter
@@ -28,7 +29,7 @@ class MetricsWriter:
     """Write the metrics of a run. Only the leader has a writer.
 
     `step` is the step from which the run resumes; 0: it starts over, unless this command `continues` a run in phases.
-    `others` and the endpoint for Prometheus get the metrics too.
+    `others` and the endpoint for Prometheus get the metrics too. `view` shows them on a terminal.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class MetricsWriter:
         others: Sequence[Sink] = (),
         continues: bool = False,
         endpoint: PrometheusEndpoint | None = None,
+        view: LiveView | None = None,
     ):
         run_dir.mkdir(parents=True, exist_ok=True)
         self._run_dir, self._num_steps, self._step = run_dir, num_steps, step
@@ -47,7 +49,7 @@ class MetricsWriter:
         self._events = EventWriter(run_dir, step + 1 if step or continues else 0)
         self.kept_rows = self._rows.kept  # of earlier starts of the run
         rewards = [row["reward/mean"] for row in self.kept_rows if "reward/mean" in row]
-        self._console = RunConsole(run_dir.name, num_steps, rewards)
+        self._console = RunConsole(run_dir.name, num_steps, rewards, step, view)
         self._sinks: list[Sink] = [self._events, *others]
         self._endpoint = endpoint
         if endpoint is not None and endpoint.warning:

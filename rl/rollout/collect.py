@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from rl.common.bars import BARS
 from rl.data.batch import Batch
 from rl.data.packing import mini_batch_of
 from rl.data.prompts import Prompt
@@ -187,7 +188,9 @@ class Rollouts(Service):
         owners = self._owners.pop(batch)
         num_own = owners.count(self._actors.index(self._mail.rank))  # not in `until`, which runs at every engine step
         self._awaited = Awaited("groups from the engines", "rollout")
-        serve(self._world, self._services, until=lambda: len(self._arrived[batch]) == num_own)
+        title = "rollout" if batch in self._training else "evaluation"
+        with BARS.open(title, num_own, "prompts", lambda: len(self._arrived.get(batch, ()))):
+            serve(self._world, self._services, until=lambda: len(self._arrived[batch]) == num_own)
         arrived = self._arrived.pop(batch)
         groups = {position: rollouts for position, (_, rollouts) in arrived.items() if rollouts is not None}
         scores = {position: arrived[position][0].scores for position in sorted(groups)}

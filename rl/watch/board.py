@@ -15,6 +15,7 @@ import msgspec
 
 from rl.common.files import run_within_wait
 from rl.common.text import format_ranks
+from rl.watch.activities import summarize_activities
 from rl.watch.culprit import RankState, describe_others, describe_silence, find_culprit
 from rl.watch.reports import CAUSES, TOLD_TO_END, AttemptHistory, Cause, Report
 from rl.watch.usage import measurements
@@ -56,6 +57,7 @@ class Board:
         self._is_diagnosing = False
         self._interrupt: Report | None = None  # a Ctrl-C, which explains most failures that follow it
         self._collector: int | None = None  # the rank that collects measurements of GPUs: the leader
+        self._viewer: int | None = None  # the rank that shows what all ranks are doing: the leader, on a terminal
         self.rewards: tuple[float, float] | None = None  # means of the first and the last steps, told by the leader
 
     def handle(self, rank: int, message: dict[str, Any]) -> None:
@@ -86,6 +88,8 @@ class Board:
             entry.is_done = True
         elif kind == "collect_usage":
             self._collector = rank
+        elif kind == "collect_activities":
+            self._viewer = rank
         elif kind == "rewards":
             self.rewards = msgspec.convert((message["first"], message["last"]), tuple[float, float])
 
@@ -122,6 +126,11 @@ class Board:
         rows = measurements({rank: entry.about for rank, entry in self.entries.items()})
         if self._collector is not None and rows:
             self._tell(self._collector, "usage", rows=rows)
+
+    def share_activities(self) -> None:
+        """Send what all ranks are doing to the rank that shows it."""
+        if self._viewer is not None:
+            self._tell(self._viewer, "activities", rows=summarize_activities(self.table()))
 
     def table(self) -> list[dict[str, Any]]:
         """Return a row for each rank, as status files hold them."""

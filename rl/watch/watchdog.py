@@ -182,6 +182,10 @@ class Watchdog:
         """Keep the rewards of the run for the message about its end. Only the leader sends them."""
         self._send("rewards", first=first, last=last)
 
+    def _on_collect_activities(self) -> None:
+        """Pass on to this rank what all ranks are doing. Only a leader with a live view asks for this."""
+        self._send("collect_activities")
+
     def _on_lease(self, folder: str, number: int, owner: dict[str, Any], token: str, renews: bool) -> None:
         """Renew the lease on the run folder from now on."""
         launchers = [ProcessIdentity(**launcher) for launcher in owner.pop("launchers")]
@@ -266,9 +270,9 @@ class Watchdog:
         kind = message.pop("kind")
         if kind == "diagnose":
             self._monitor.start_diagnosis()
-        elif kind == "usage":
+        elif kind in ("usage", "activities"):
             if not self._rank_channel.has_unsent:  # a rank that does not read must still be told to end
-                self._rank_channel.send("usage", rows=message["rows"])
+                self._rank_channel.send(kind, rows=message["rows"])
         elif kind == "wait":
             self._quiet_until = time.monotonic() + self._monitor.silence.floor_s
         elif kind == "abort" and not self._is_aborted:

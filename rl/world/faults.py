@@ -24,8 +24,10 @@ import torch.distributed as dist
 
 from rl.common.credentials import hide_credentials
 from rl.common.json_channel import JsonChannel
+from rl.common.notices import NOTICES
 from rl.common.waiting import wait_until_readable
 from rl.config.schema import ConfigError
+from rl.watch.activities import RoleActivity
 from rl.watch.reports import Cause, Report, ServiceUnavailable, UnhealthyRun
 from rl.watch.usage import ResourceUse
 from rl.world.debugger import Debugger
@@ -55,6 +57,7 @@ class FaultReporter:
         self.ignores_lost_connections = False  # turns True when this rank has done its work
         self._progress, self._mail, self._watchdog, self._debugger = progress, mail, watchdog, debugger
         self.usage = ResourceUse()  # of all ranks, on the leader
+        self.activities: list[RoleActivity] = []  # of all ranks, on a leader with a live view
         self._verdict = threading.Event()  # set when the world is ending
         self.is_over = self._verdict.is_set
         self._stops_launcher = False
@@ -66,6 +69,8 @@ class FaultReporter:
 
     def fail(self, error: BaseException) -> int:
         """Report an exception of this rank, wait for the verdict, and return the exit code."""
+        with suppress(OSError):
+            NOTICES.summarize()
         if not isinstance(error, Aborted):
             report = self._describe(error)
             if self.has_post_mortem and report.cause == "error":
@@ -136,6 +141,9 @@ class FaultReporter:
         for message in self._watchdog.receive():
             if message["kind"] == "usage":
                 self.usage.add(message["rows"])
+                continue
+            if message["kind"] == "activities":
+                self.activities = [RoleActivity(*row) for row in message["rows"]]
                 continue
             assert message["kind"] == "abort", message
             self._stops_launcher = message["stop"]

@@ -21,6 +21,7 @@ from rl.common.handshake import SECRET, check_secret, derive_key
 from rl.common.json_channel import JsonChannel
 from rl.config.schema import Config, ConfigError
 from rl.placement.nodes import Nodes
+from rl.watch.activities import RoleActivity
 from rl.watch.recorder import keep_collectives
 from rl.world.accounts import Accounts
 from rl.world.address import own_address
@@ -151,6 +152,11 @@ class World:
     def collect_usage(self) -> None:
         """Collect the memory of all ranks and the use of their GPUs from now on. `take_usage` returns it."""
         self.faults.tell_watchdog("collect_usage")
+
+    def collect_activities(self) -> Callable[[], list[RoleActivity]]:
+        """Collect what all ranks are doing from now on. Return a function that returns the newest state."""
+        self.faults.tell_watchdog("collect_activities")
+        return lambda: self.faults.activities
 
     def tell_rewards(self, first: float, last: float) -> None:
         """Let the watchdogs know the mean reward of the first and of the last steps. Called on the leader."""

@@ -16,10 +16,10 @@ from rl.watch.tee import MAX_ATTEMPTS, next_attempt, remove_old_attempts
 PROGRAM = """
 import ctypes, os, signal, subprocess, sys, time
 from pathlib import Path
-from rl.watch.tee import start_tee, write_log
+from rl.watch.tee import start_tee
 line = start_tee()
 print("early", sys.stdout.isatty(), flush=True)
-write_log(line, Path(sys.argv[1]))
+line.write_log(Path(sys.argv[1]))
 print("python", flush=True)
 print("error", file=sys.stderr, flush=True)
 ctypes.CDLL(None).dprintf(2, b"C++\\n")
@@ -133,7 +133,7 @@ from pathlib import Path
 from rl.watch import tee
 tee.MAX_LOG = 100_000
 line = tee.start_tee()
-tee.write_log(line, Path(sys.argv[1]))
+line.write_log(Path(sys.argv[1]))
 for number in range(50_000):
     os.write(1, b"%07d\\n" % number)
 """

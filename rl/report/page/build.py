@@ -280,18 +280,17 @@ def _show_settings(runs: Sequence[RunData]) -> Section:
         blocks.append(Paragraph(f"There is no run.json of {', '.join(missing)}, so the settings are not known."))
     configs = [run.record.config for run in recorded if run.record is not None]
     if len(configs) == 1:
-        found = find_differences([configs[0], asdict(Config())])
-        head, what = ["setting", recorded[0].name, "default"], "defaults"
+        found, what = find_differences([configs[0], asdict(Config())]), "Settings that differ from the defaults."
+        head = ["setting", recorded[0].name, "default"]
     else:
-        found = find_differences(configs) if configs else {}
-        head, what = ["setting", *(run.name for run in recorded)], "settings of the other runs"
+        found, what = find_differences(configs) if configs else {}, "Settings that differ between the runs."
+        head = ["setting", *(run.name for run in recorded)]
     if found:
         rows = [[name, *("" if value is None else str(value) for value in values)] for name, values in found.items()]
-        blocks.append(Table(head, rows, f"Settings that differ from the {what}." if len(configs) == 1 else ""))
+        blocks.append(Table(head, rows, what))
     elif configs:
         blocks.append(Paragraph("No setting differs."))
-    title = "Settings that differ from the defaults" if len(configs) == 1 else "Settings that differ"
-    return Section(title, blocks)
+    return Section("Settings", blocks)
 
 
 def _show_environment(runs: Sequence[RunData]) -> Section:
