@@ -18,6 +18,7 @@ from rl.report.accounting import describe_bound, summarize
 from rl.report.histogram import Histogram
 from rl.report.metrics_writer import MetricsWriter
 from rl.report.profile import profiled
+from rl.report.rows import ROLLOUTS
 from rl.report.samples import TAG, show
 from rl.rollout.collect import Rollouts
 from rl.rollout.dispatch import BatchTime
@@ -25,8 +26,6 @@ from rl.rollout.sample_exchange import SampleExchange
 from rl.rollout.use import describe_uses
 from rl.run.reporting import HealthWatch, RewardSummary
 from rl.world.world import World
-
-ROLLOUTS = "rollouts"  # subfolder of the run
 
 
 def rollout_file(step: int, rank: int) -> str:
