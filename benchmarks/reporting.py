@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import re
+import sys
 import tempfile
 import time
 import urllib.request
@@ -27,6 +28,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, also in an environment of one's own
 
 from benchmarks.random_batch import random_batch
 from rl.config.load import load_config
