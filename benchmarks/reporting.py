@@ -5,9 +5,10 @@
 The Reporter of a run gets the rows of a run with so many ranks, half of them engines. Nothing else works meanwhile, and
 the world around it is a stand-in. Samples are written every 10 steps, and a scrape of the endpoint follows every step.
 Prints one JSON line. By number of ranks:
-    wall_ms       time per step that the loop waits, the mean
-    cpu_ms        time of the processor per step, in all threads of the leader, with the scrapes
-    share         wall_ms as a share of a step of 1 s
+    wall_ms       time per step that the loop waits, the median
+    loop_cpu_ms   time of the processor per step in the thread of the loop, the mean; other work changes it less
+    cpu_ms        the same in all threads of the leader, with the scrapes
+    share         loop_cpu_ms as a share of a step of 1 s
     metrics       metrics in a row
     megabytes     size of each file after 10,000 steps, from its growth in the measured steps
 """
@@ -16,17 +17,20 @@ import argparse
 import json
 import os
 import re
+import statistics
+import sys
 import tempfile
 import time
 import urllib.request
 from collections import defaultdict
-from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, also in an environment of one's own
 
 from benchmarks.random_batch import random_batch
 from rl.config.load import load_config
@@ -36,6 +40,7 @@ from rl.report.health import Health
 from rl.report.histogram import Histogram
 from rl.report.metrics_writer import MetricsWriter
 from rl.report.prometheus import PrometheusEndpoint
+from rl.report.samples import ReportedSample, shows_samples
 from rl.rollout.dispatch import BatchTime
 from rl.rollout.use import EngineUse
 from rl.run.reporter import Reporter
@@ -81,52 +86,59 @@ class StandInWorld:
         return self._usage.take(lambda rank: rank // RANKS_PER_NODE)
 
 
-def build_reporter(config: Config, folder: Path, num_ranks: int) -> tuple[Reporter, StandInWorld, PrometheusEndpoint]:
+def build_reporter(
+    config: Config, folder: Path, writer: MetricsWriter, num_ranks: int
+) -> tuple[Reporter, StandInWorld]:
     world: Any = StandInWorld(num_ranks)
     rollouts: Any = SimpleNamespace(
         take_times=lambda: [BatchTime(0.5, 0, 0.01)],
         take_uses=lambda: {rank: EngineUse(30_000, 0.5, 0.2, 0.6, 1 << 30) for rank in range(num_ranks // 2)},
     )
-    endpoint = PrometheusEndpoint("127.0.0.1", 0)
-    writer = MetricsWriter(folder, NUM_STEPS, endpoint=endpoint)
     health = HealthWatch(Health(config, max_lag=2), writer, lambda finding: None)
     tokenizer = load_tokenizer(Path(config.model.path))
     reporter = Reporter(world, config, folder, tokenizer, rollouts, writer, range(num_ranks // 2, num_ranks), health)
-    return reporter, world, endpoint
+    return reporter, world
 
 
 def measure(num_ranks: int, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Report steps of a run with so many ranks, and return the figures."""
     config = load_config()
-    reporter, world, endpoint = build_reporter(config, folder, num_ranks)
+    endpoint = PrometheusEndpoint("127.0.0.1", 0)
+    writer = MetricsWriter(folder, NUM_STEPS, endpoint=endpoint)
+    reporter, world = build_reporter(config, folder, writer, num_ranks)
     lengths = torch.full((args.responses,), 16 + 512)
     batch = random_batch(lengths, torch.full_like(lengths, 16), vocab=20)
+    exchange: Any = SimpleNamespace(samples=[])
+    reporter.exchange = exchange
+    samples = [ReportedSample(batch.select([0]), "12", {"status": "ok", "parts": {"exact_match": 1.0}}, [0.0, 1.0])] * 4
     histograms = {"rollout/lengths": Histogram(list(range(33)), [8] * 32)}
     others = {f"reward/part_{number}": number / 7 for number in range(args.metrics - len(VALUES))}
-    wall_s = cpu_s = 0.0
+    waits_s, loop_s, cpu_s = [], 0.0, 0.0
     sizes: dict[str, int] = {}
     num_warm = max(20, args.steps // 10)  # also covers the first samples
     for step in range(1, num_warm + args.steps + 1):
         world.measure()
         world.step = step
+        exchange.samples = samples if shows_samples(config.metrics, step) else []
         values = {name: value * (1 + step / 1e6) for name, value in (VALUES | others).items()}
-        started, cpu_before = time.perf_counter(), time.process_time()
+        started, loop_before, cpu_before = time.perf_counter(), time.thread_time(), time.process_time()
         reporter.report(step, step + 1, values, batch, histograms)
-        waited_s = time.perf_counter() - started
+        waited_s, used_s = time.perf_counter() - started, time.thread_time() - loop_before
         scrape(endpoint)
         if step == num_warm:
             time.sleep(6.0)  # until TensorBoard's thread has flushed
             sizes = file_sizes(folder)
         elif step > num_warm:
-            wall_s, cpu_s = wall_s + waited_s, cpu_s + time.process_time() - cpu_before
-    reporter_close: Callable[[], None] = reporter._writer.close_files  # type: ignore[union-attr]
-    reporter_close()
+            waits_s.append(waited_s)
+            loop_s, cpu_s = loop_s + used_s, cpu_s + time.process_time() - cpu_before
+    writer.close_files()
     grown = {name: size - sizes.get(name, 0) for name, size in file_sizes(folder).items()}
     row = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
     return {
-        "wall_ms": round(1000 * wall_s / args.steps, 3),
+        "wall_ms": round(1000 * statistics.median(waits_s), 3),
+        "loop_cpu_ms": round(1000 * loop_s / args.steps, 3),
         "cpu_ms": round(1000 * cpu_s / args.steps, 3),
-        "share": round(wall_s / args.steps, 5),
+        "share": round(loop_s / args.steps, 5),
         "metrics": sum(isinstance(value, float) for value in row.values()),
         "megabytes": {name: round(size / args.steps * NUM_STEPS / 1e6, 1) for name, size in sorted(grown.items())},
     }
@@ -157,7 +169,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
         for num_ranks in args.ranks:
             figures[str(num_ranks)] = measure(num_ranks, args, Path(folder) / str(num_ranks))
-    names = ("wall_ms", "cpu_ms", "share", "metrics", "megabytes")
+    names = ("wall_ms", "loop_cpu_ms", "cpu_ms", "share", "metrics", "megabytes")
     line: dict[str, Any] = {"benchmark": "reporting", "steps": args.steps}
     line |= {name: {ranks: figure[name] for ranks, figure in figures.items()} for name in names}
     print(json.dumps(line), flush=True)

@@ -70,14 +70,14 @@ class Recent:
         return [name for name in self._rows[-1][1] if name.startswith(prefix)]
 
 
-class Rule(NamedTuple):
+class HealthRule(NamedTuple):
     look: Callable[[Recent], Seen | None]
     remedy: str
     is_worth_saving: bool = True
 
 
 @dataclass
-class State:
+class RuleState:
     """How often a rule has fired."""
 
     since: int = 0  # first step of what it sees now; 0: it does not fire
@@ -92,7 +92,7 @@ class Health:
         """`max_lag` is the bound of the lag of a token, or 0 if there is none."""
         self._settings = config.health
         self._rules = make_rules(config, max_lag)
-        self._states = {name: State() for name in self._rules}
+        self._states = {name: RuleState() for name in self._rules}
         self._recent = Recent(max(MEMORY_WINDOWS * config.health.num_steps, config.health.max_skipped_steps))
         self._said: dict[str, int] = {}  # steps at which an earlier start, whose later steps are lost, has warned
 
@@ -267,61 +267,61 @@ class _Rules:
         return Seen(f"{metric} is {mean:{form}} on average over the last {steps}, above {name} = {limit:g}", self.count)
 
 
-def make_rules(config: Config, max_lag: int) -> dict[str, Rule]:
+def make_rules(config: Config, max_lag: int) -> dict[str, HealthRule]:
     """Return the rules by name, in the order in which they are checked."""
     rules = _Rules(config, max_lag)
     return {
-        "reward_flat": Rule(
+        "reward_flat": HealthRule(
             rules.reward_flat,
             "look at the samples; if the reward is 0, check the reward function (train.py --plan), the chat template "
             "and whether the model can solve any prompt; if it is 1, the prompts are solved: stop, or take harder ones",
         ),
-        "no_signal": Rule(
+        "no_signal": HealthRule(
             rules.no_signal,
             "more samples per prompt (rollout.num_samples_per_prompt), prompts that are neither too easy nor too hard, "
             "or algo.dynamic_sampling=true",
         ),
-        "entropy": Rule(
+        "entropy": HealthRule(
             rules.entropy,
             "resume from a checkpoint before that with a lower actor.lr, algo.entropy_coef above 0, algo.clip_high "
             "above algo.clip_low, or a lower algo.certainty_coef",
             is_worth_saving=False,
         ),
-        "mismatch": Rule(
+        "mismatch": HealthRule(
             rules.mismatch,
             "the same model.dtype in engine and learner, algo.correction=token, and rollout.engine_options without "
             "quantization",
             is_worth_saving=False,
         ),
-        "truncation": Rule(
+        "truncation": HealthRule(
             rules.truncation,
             "a larger rollout.max_new_tokens, algo.overlong_tokens, or algo.mask_truncated=true",
         ),
-        "gradient_spikes": Rule(
+        "gradient_spikes": HealthRule(
             rules.gradient_spikes,
             "a lower actor.lr, a longer actor.warmup_steps, a lower actor.max_grad_norm or more prompts per step",
             is_worth_saving=False,
         ),
-        "skipped_steps": Rule(
+        "skipped_steps": HealthRule(
             rules.skipped_steps,
             "a lower actor.lr (or critic.lr), algo.dual_clip=3, or model.dtype=float32; a loss of your own must not "
             "become infinite",
         ),
-        "timeouts": Rule(
+        "timeouts": HealthRule(
             rules.timeouts,
             "a faster reward function, more reward.num_workers, or a larger reward.timeout_s; a sample that times out "
             "scores 0",
         ),
-        "waiting": Rule(
+        "waiting": HealthRule(
             rules.waiting,
             "more ranks for the role that is waited for (tools/suggest_placement.py), or rollout.ahead=1",
         ),
-        "host_memory": Rule(
+        "host_memory": HealthRule(
             rules.host_memory,
             "look for what keeps objects in your reward function, environment or loss; the run continues from its "
             "newest checkpoint if the system ends it",
         ),
-        "lag": Rule(
+        "lag": HealthRule(
             rules.lag,
             "a larger rollout.max_tokens_per_round, so that responses take fewer rounds, or a lower actor.lr",
         ),

@@ -103,8 +103,8 @@ def build_actor(run: Run, trains: bool = True) -> Actor:
         checkpoints.failure = finding.text
         mail.send(run.world.rank, Order("save and fail" if finding.is_worth_saving else "fail"))
 
-    writer = build_writer(run, rollouts) if trains else None
-    health = build_health(run, writer, sampler.max_lag, end_run) if writer is not None else None
+    writer = build_writer(run) if trains else None
+    health = build_health(run, writer, sampler, end_run) if writer is not None else None
     actors = run.placement.actors
     reporter = Reporter(run.world, config, run.folder, run.tokenizer, rollouts, writer, actors, health)
     reporter.exchange = sampler.exchange = SampleExchange(run.world, run.placement, config.metrics)

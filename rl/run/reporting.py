@@ -10,7 +10,7 @@ from rl.report.health import Finding, Health
 from rl.report.metrics_writer import MetricsWriter
 from rl.report.prometheus import PrometheusEndpoint
 from rl.report.writers import open_writers
-from rl.rollout.collect import Rollouts
+from rl.rollout.sampler import Sampler
 from rl.run.open import Run
 
 NUM_REWARDS = 5
@@ -49,7 +49,7 @@ class RewardSummary:
         return statistics.fmean(self._first), statistics.fmean(self._last)
 
 
-def build_writer(run: Run, rollouts: Rollouts) -> MetricsWriter | None:
+def build_writer(run: Run) -> MetricsWriter | None:
     """Build the writer of metrics on the leader. There is none on other ranks and in a dry run."""
     if run.data is None or run.config.debug.dry_run:
         return None
@@ -61,18 +61,19 @@ def build_writer(run: Run, rollouts: Rollouts) -> MetricsWriter | None:
     is_phase = run.phase.name != "both"
     writer = MetricsWriter(run.folder, run.config.train.num_steps, step, others, is_phase, endpoint, run.view)
     writer.describe_run(run.config, run.placement)
-    run.world.at_end(lambda: writer.close(rollouts.engine_name))
     return writer
 
 
-def build_health(run: Run, writer: MetricsWriter, max_lag: int, end_run: Callable[[Finding], None]) -> HealthWatch:
-    """Build the health rules, in the state in which earlier starts of this run have left them."""
-    health = Health(run.config, max_lag)
+def build_health(run: Run, writer: MetricsWriter, sampler: Sampler, end_run: Callable[[Finding], None]) -> HealthWatch:
+    """Build the health rules, in the state in which earlier starts of this run have left them. At the end of the run, a
+    line about them comes before the writer's summary, which is the last line."""
+    health = Health(run.config, sampler.max_lag)
     health.restore(writer.kept_rows, read_events(run.folder))
 
-    def summarize() -> None:
+    def close() -> None:
         if summary := health.summary():
             print(f"oneworld: {summary}", flush=True)
+        writer.close(sampler.rollouts.engine_name)
 
-    run.world.at_end(summarize)
+    run.world.at_end(close)
     return HealthWatch(health, writer, end_run)

@@ -66,6 +66,9 @@ SMOKE = {  # by program; what follows a comma names another run of it
         "parameters tokens longest seconds speedup speedup_each rounds",
     ),
     "plan": Smoke("--rounds 1", "wall_s cpu_s rounds"),
+    "reporting": Smoke(
+        "--ranks 2 100 --steps 5 --responses 8", "wall_ms loop_cpu_ms cpu_ms share metrics steps", "megabytes"
+    ),
     "rewards": Smoke(
         "--calls 100 --timeout 0.5 --attacks 5",
         "attacks calls_per_s functions",

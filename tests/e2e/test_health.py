@@ -1,6 +1,7 @@
 """Health rules in real runs on the fake engine: planted faults are said once, and a rule can end a run in order."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -52,7 +53,7 @@ def test_a_planted_fault_is_said_once(name: str, tmp_path: Path) -> None:
     scalars = EventAccumulator(str(result.folder))
     scalars.Reload()
     assert [event.step for event in scalars.Scalars(f"health/{rule}")] == list(range(warning.step, 9))
-    assert f"oneworld: health rules that have fired: {rule} in {9 - warning.step} steps" in result.output
+    assert re.search(rf"oneworld: health rules that have fired: .*{rule} in {9 - warning.step} step", result.output)
 
 
 def test_skipped_steps_end_the_run_with_its_last_good_weights_and_a_resumed_run_goes_on(tmp_path: Path) -> None:

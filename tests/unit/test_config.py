@@ -487,10 +487,10 @@ def test_files_to_train_on_and_held_out_sets(write: Write) -> None:
     assert overridden.data.train_weights == {"c.jsonl": 2}
 
 
-def test_fewer_than_145_keys_each_with_a_line_of_documentation() -> None:
+def test_fewer_than_157_keys_each_with_a_line_of_documentation() -> None:
     fields = dict(keys_of(Config))
     assert {"placement", "actor.lr", "debug.share_gpu"} <= fields.keys()
-    assert len(fields) < 145
+    assert len(fields) < 157  # 11 of them are thresholds and actions of health rules
     assert [name for name, entry in fields.items() if not entry.metadata.get("doc", "").strip()] == []
 
 
