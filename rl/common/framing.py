@@ -146,10 +146,14 @@ class Channel(FrameReader):
 
     def send_frame(self, head: bytes, payload: Buffer = b"") -> None:
         """Send what the socket accepts now, and queue the rest for `flush`."""
+        self.queue_frame(head, payload)
+        self.flush()
+
+    def queue_frame(self, head: bytes, payload: Buffer = b"") -> None:
+        """Queue a frame for `flush`, which sends many frames at the cost of one."""
         if self.is_open and len(self._unsent) < self._max_unsent_bytes:
             self._unsent += pack(head, len(payload))
             self._unsent += payload
-            self.flush()
 
     def flush(self) -> None:
         """Send as much of the queue as the socket accepts now."""

@@ -23,6 +23,7 @@ import msgspec
 from rl.common.framing import Channel
 from rl.environments.find import LoadedEnvironment
 from rl.environments.interface import Generated, RolloutTask
+from rl.environments.protocol import encode
 from rl.environments.worker import (
     ANSWER,
     CALL,
@@ -37,7 +38,6 @@ from rl.environments.worker import (
     CallRequest,
     Prepared,
     decode_request,
-    encode,
     read_reward,
 )
 from rl.rewards.failure import CallTrace

@@ -8,8 +8,7 @@ they are not called again. An environment has state, so its calls are repeated, 
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn
 
 from rl.config.schema import EnvironmentConfig
@@ -103,7 +102,7 @@ class LiveConversation:
             self._raise_long_prompt(len(ids))
         while True:
             generated = await self._generate(ids)
-            with _writing():
+            with WRITING:
                 turn = self._chat.parse(generated.tokens, ids)
                 self._messages.append(self._chat.message(generated.tokens, turn))
             if self._limit is not None:
@@ -126,7 +125,7 @@ class LiveConversation:
         """Return the ids of the first prompt."""
         assert self._chat is not None
         self._messages += await self._reset()
-        with _writing():
+        with WRITING:
             return self._chat.render(self._messages)
 
     async def _replay(self) -> list[int]:
@@ -179,7 +178,7 @@ class LiveConversation:
     ) -> list[int]:
         """Return the prompt of the next turn."""
         assert self._chat is not None
-        with _writing():
+        with WRITING:
             if not all(self._chat.appends(message["role"]) for message in answers):
                 return self._chat.render(self._messages)
             return ids + generated.tokens + self._chat.extend(generated.tokens, turn, answers, self._messages[:1])
@@ -221,17 +220,22 @@ class LiveConversation:
 
     def _shorten(self, text: str) -> str:
         assert self._chat is not None
-        with _writing():
+        with WRITING:
             return self._chat.shorten(text, self._settings.max_observation_tokens)
 
 
-@contextmanager
-def _writing() -> Iterator[None]:
+class _Writing:
     """End the conversation if its messages cannot be written as ids: it must not bring down the others."""
-    try:
-        yield
-    except Exception as error:  # a template may raise anything
-        raise Over("error", f"{type(error).__name__}: {error}") from error
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception):  # a template may raise anything
+            raise Over("error", f"{type(error).__name__}: {error}") from error
+
+
+WRITING = _Writing()
 
 
 def _require(outcome: Outcome) -> Outcome:

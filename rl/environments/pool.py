@@ -3,10 +3,11 @@
 import dataclasses
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
+from rl.common.framing import pack
 from rl.config.schema import Config, ConfigError
 from rl.environments.protocol import (
     Ask,
@@ -53,7 +54,7 @@ class ConversationPool(ServerLink):
         self._waiting: set[Key] = set()  # conversations that the server works on
         settings = dataclasses.asdict(config.environment)
         limit, credentials = config.data.max_prompt_tokens, read_credentials(config.reward.credentials)
-        self.send(Load(str(model_folder or ""), settings, limit, credentials))
+        self.send([Load(str(model_folder or ""), settings, limit, credentials)])
         self._start()
 
     def wait_ready(self) -> bool:
@@ -73,15 +74,19 @@ class ConversationPool(ServerLink):
         """What was loaded. Call `wait_ready` first."""
         return self._ready.result(0)
 
-    def send(self, message: ToServer) -> None:
-        body = encode(message)
-        if isinstance(message, Open | SampledTurn):
-            self._waiting.add(message.key)
-            self._changed_at = time.monotonic()
-        elif isinstance(message, Close):
-            self._waiting.discard(message.key)
+    def send(self, messages: Sequence[ToServer]) -> None:
+        """Send messages in this order. Many at once cost little more than one."""
+        data = bytearray()
+        for message in messages:
+            body = encode(message)
+            data += pack(b"", len(body)) + body
+            if isinstance(message, Open | SampledTurn):
+                self._waiting.add(message.key)
+                self._changed_at = time.monotonic()
+            elif isinstance(message, Close):
+                self._waiting.discard(message.key)
         with self._lock:
-            self._send_frame(b"", body)
+            self._send_frames(data)
 
     def _under_way(self) -> str:
         return f"{len(self._waiting)} conversations" if self._waiting else ""

@@ -22,6 +22,7 @@ from rl.common.waiting import wait_until_readable
 from rl.environments.async_worker import StepMarker, WorkerContext, describe_timeout, run_async_worker
 from rl.environments.find import LoadedEnvironment
 from rl.environments.interface import Outcome
+from rl.environments.protocol import encode
 from rl.environments.worker import (
     ANSWER,
     CALL,
@@ -33,7 +34,6 @@ from rl.environments.worker import (
     CallAnswer,
     CallRequest,
     decode_answer,
-    encode,
     run_worker,
 )
 from rl.rewards.failure import TRACE_SIGNAL, CallTrace, find_place
@@ -86,6 +86,7 @@ class WorkerProcess:
         self.trace, self.marker = context.trace, context.marker
         self.channel = Channel(connection, HEAD.size, MAX_FRAME)
         self.is_alive, self.is_ready = True, False
+        self.is_writing = False  # the connection is full
         self.is_retired = False  # it gets no more instances, and ends when it has none
         self.instances: set[str] = set()  # names of conversations
         self.calls: dict[int, PendingCall] = {}  # under way
@@ -193,23 +194,30 @@ class ProcessPool:
         """Give calls that need no instance to idle processes, those without instances first. Start more if needed."""
         if not self._waiting or self._is_closed:
             return
-        while self._waiting:
-            idle = [
-                process
-                for process in self._processes
-                if not process.is_async and process.is_ready and not process.is_busy
-            ]
-            if not idle:
-                break
-            process = min(idle, key=lambda process: (len(process.instances), process.is_retired))
+        while self._waiting and (process := self._find_idle()) is not None:
             process.queue.append(self._waiting.popleft())
             self._assign(process)
+        if not self._waiting:
+            return
         num = sum(not process.is_async for process in self._processes)
         num_starting = sum(not process.is_async and not process.is_ready for process in self._processes)
         while num_starting < len(self._waiting) and num < self._max_workers:
             if self._start(is_async=False) is None:
                 break
             num, num_starting = num + 1, num_starting + 1
+
+    def _find_idle(self) -> WorkerProcess | None:
+        """Return an idle process, with as few instances as possible."""
+        best, least = None, (0, False)
+        for process in self._processes:
+            if process.is_async or not process.is_ready or process.calls or process.queue:
+                continue
+            load = (len(process.instances), process.is_retired)
+            if load == (0, False):
+                return process
+            if best is None or load < least:
+                best, least = process, load
+        return best
 
     def _assign(self, process: WorkerProcess) -> None:
         while process.queue and process.is_ready and (process.is_async or not process.calls):
@@ -270,17 +278,27 @@ class ProcessPool:
         return process
 
     def _send(self, process: WorkerProcess, kind: bytes, number: int, body: bytes = b"") -> None:
-        process.channel.send_frame(HEAD.pack(kind, number), body)
-        if process.channel.has_unsent:
-            self._loop.add_writer(process.channel.connection, self._flush, process)
+        """Send a frame. Those for asynchronous code are sent together, in the next turn of the event loop."""
+        had_unsent = process.channel.has_unsent
+        process.channel.queue_frame(HEAD.pack(kind, number), body)
+        if not process.is_async:
+            self._flush(process)
+        elif not had_unsent:
+            self._loop.call_soon(self._flush, process)
 
     def send_generated(self, process: WorkerProcess, number: int, body: bytes) -> None:
         if process.is_alive:
             self._send(process, GENERATE, number, body)
 
     def _flush(self, process: WorkerProcess) -> None:
+        if not process.is_alive:
+            return
         process.channel.flush()
-        if process.is_alive and not process.channel.has_unsent:
+        if process.channel.has_unsent:
+            process.is_writing = True
+            self._loop.add_writer(process.channel.connection, self._flush, process)
+        elif process.is_writing:
+            process.is_writing = False
             self._loop.remove_writer(process.channel.connection)
 
     def _read(self, process: WorkerProcess, has_ended: bool = False) -> None:

@@ -100,9 +100,10 @@ ToServer = Load | Open | SampledTurn | Close
 FromServer = Ready | Ask | Ended
 
 _encode = msgspec.msgpack.Encoder().encode
+JSON_BEGINS = b"{["  # msgpack of a struct begins with neither
 
 
-def encode(message: ToServer | FromServer) -> bytes:
+def encode(message: msgspec.Struct) -> bytes:
     try:
         return _encode(message)
     except (OverflowError, UnicodeEncodeError):
@@ -110,6 +111,6 @@ def encode(message: ToServer | FromServer) -> bytes:
 
 
 def make_decoder(kinds: Any) -> Callable[[bytes | bytearray], Any]:
-    """Return a function that decodes messages of these kinds. JSON begins with {, and msgpack never does."""
+    """Return a function that decodes what `encode` has made of these kinds."""
     decode = msgspec.msgpack.Decoder(kinds).decode
-    return lambda body: msgspec.convert(json.loads(body), kinds) if body[:1] == b"{" else decode(body)
+    return lambda body: msgspec.convert(json.loads(body), kinds) if body[:1] in JSON_BEGINS else decode(body)

@@ -51,6 +51,7 @@ class ConversationServer:
         self._loop = asyncio.get_running_loop()
         self._is_over = self._loop.create_future()
         self._decode = make_decoder(ToServer)
+        self._is_writing = False  # it waits until the rank accepts more
         self._settings, self._max_prompt_tokens = EnvironmentConfig(), 0
         self._chat: ChatFormat | None = None
         self._num_ids = 0  # of the tokenizer
@@ -144,16 +145,20 @@ class ConversationServer:
         return await future
 
     def _send(self, message: FromServer) -> None:
-        self._channel.send_frame(b"", encode(message))
-        self._flush()
+        """Send a message, together with others that this turn of the event loop brings."""
+        if not self._channel.has_unsent:
+            self._loop.call_soon(self._flush)
+        self._channel.queue_frame(b"", encode(message))
 
     def _flush(self) -> None:
         """Send what the rank accepts now. While there is more, wait until the connection is writable."""
         self._channel.flush()
         connection = self._channel.connection
         if self._channel.has_unsent:
+            self._is_writing = True
             self._loop.add_writer(connection, self._flush)
-        else:
+        elif self._is_writing:
+            self._is_writing = False
             self._loop.remove_writer(connection)
 
 

@@ -18,13 +18,14 @@ import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from rl.common.credentials import hide_credentials
 from rl.common.framing import FrameReader, pack
 from rl.environments.find import LoadedEnvironment
+from rl.environments.protocol import JSON_BEGINS, encode, make_decoder
 from rl.environments.tools import BadArgumentsError
 from rl.rewards.failure import CallTrace, describe_error
 from rl.rewards.isolation import count_pages, isolate
@@ -37,6 +38,7 @@ READY, CALL, ANSWER, CANCEL, PING, GENERATE = b"r", b"c", b"a", b"x", b"p", b"g"
 MAX_REQUEST = (1 << 32) - 1  # bytes
 MAX_RESULT = 1 << 20  # bytes of what a tool returns, as text
 NUM_SEARCHES = 20  # for processes that the user's code has left
+UNREADABLE = (ValueError, TypeError, RecursionError, msgspec.MsgspecError)  # errors of decoding
 REAP_S = 0.001  # pause between two searches for the exit of a process that was killed
 
 
@@ -55,7 +57,7 @@ class CallRequest(msgspec.Struct, frozen=True, array_like=True):
 class CallAnswer(msgspec.Struct, frozen=True, array_like=True):
     """How a call ended, as the worker sees it."""
 
-    status: str  # ok, error, timeout or bad_arguments
+    status: Literal["ok", "error", "timeout", "bad_arguments"]
     value: Any = None
     text: str = ""
     place: str = ""
@@ -193,26 +195,23 @@ def _limited(what: str, text: str) -> str:
     return text
 
 
-# Frames. JSON, not msgpack, because it knows integers of any size, and half characters that a model may have written.
+# Frames
 
-
-def encode(message: CallRequest | CallAnswer) -> bytes:
-    return json.dumps(msgspec.structs.astuple(message)).encode()
-
-
-def decode_request(body: bytes | bytearray) -> CallRequest:
-    return CallRequest(*json.loads(body))
+decode_request = make_decoder(CallRequest)
+_decode_answer = make_decoder(CallAnswer)
 
 
 def decode_answer(kind: str, body: bytes | bytearray) -> CallAnswer | None:
     """Return a worker's answer to a call of this kind, or None if it is invalid."""
     try:
-        answer = CallAnswer(*_whole(json.loads(body)))
-    except (ValueError, TypeError, RecursionError):
+        answer = _decode_answer(body)
+        if body[:1] in JSON_BEGINS:  # then it may have half characters
+            answer = CallAnswer(*_whole(msgspec.structs.astuple(answer)))
+        if answer.status == "ok" and not _is_valid(kind, answer.value):
+            return None
+    except UNREADABLE:
         return None
-    are_texts = isinstance(answer.text, str) and isinstance(answer.place, str) and isinstance(answer.is_done, bool)
-    is_known = answer.status in ("ok", "error", "timeout", "bad_arguments")
-    return answer if are_texts and is_known and (answer.status != "ok" or _is_valid(kind, answer.value)) else None
+    return answer
 
 
 def _whole(value: Any) -> Any:
@@ -221,7 +220,7 @@ def _whole(value: Any) -> Any:
         return value.encode(errors="replace").decode()
     if isinstance(value, dict):
         return {_whole(key): _whole(inner) for key, inner in value.items()}
-    return [_whole(inner) for inner in value] if isinstance(value, list) else value
+    return [_whole(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def _is_valid(kind: str, value: Any) -> bool:
@@ -230,11 +229,14 @@ def _is_valid(kind: str, value: Any) -> bool:
             return isinstance(value, str)
         case "step":
             return isinstance(value, list) and [type(each) for each in value] == [str, bool]
+        case "reset" if isinstance(value, list):
+            json.dumps(value)  # raises TypeError if it is no plain data
+            return True
         case "reset":
-            return value is None or isinstance(value, str | list)
+            return value is None or isinstance(value, str)
         case "reward" | "rollout":
-            numbers = value.values() if isinstance(value, dict) else [value]
-            return all(isinstance(number, float) for number in numbers)
+            parts = value if isinstance(value, dict) else {"score": value}
+            return all(isinstance(name, str) and isinstance(number, float) for name, number in parts.items())
     return value is None
 
 

@@ -36,5 +36,8 @@ def isolate(server: int) -> None:
 
 def count_pages(field: int) -> int:
     """Return the number of memory pages of this process: mapped (field 0) or resident (field 1)."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[field])
+    file = os.open("/proc/self/statm", os.O_RDONLY)  # cheaper than `open`: this is called after every call
+    try:
+        return int(os.read(file, 100).split()[field])
+    finally:
+        os.close(file)

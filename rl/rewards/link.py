@@ -54,8 +54,11 @@ class ServerLink:
         self._server.process.wait(CLOSE_S)
 
     def _send_frame(self, head: bytes, body: bytes) -> None:
+        self._send_frames(pack(head, len(body)) + body)
+
+    def _send_frames(self, frames: bytes | bytearray) -> None:
         with suppress(BrokenPipeError, ConnectionResetError):  # the reading thread reports it
-            self._server.connection.sendall(pack(head, len(body)) + body)
+            self._server.connection.sendall(frames)
 
     def _read(self) -> None:
         channel = Channel(self._server.connection, self.max_head_bytes, self.max_payload_bytes)

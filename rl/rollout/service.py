@@ -9,6 +9,7 @@ import math
 import sys
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -230,7 +231,8 @@ class RolloutService(Service):
             self._world.accounts.engine_steps.add_prefill(num_responses, step_s, num_prompt_tokens)
         self._meter.add(num_tokens, step_s, self.engine.kv_use, self.engine.kv_bytes)
         HEART.beat(f"{self.engine.num_unfinished} responses", num_tokens)
-        is_last_of_group = [self._take(completion) for completion in ended]
+        with self.conversations.together() if self.conversations is not None else nullcontext():
+            is_last_of_group = [self._take(completion) for completion in ended]
         self._report_progress(is_urgent=any(is_last_of_group))
         if any(is_last_of_group) or (self.conversations is not None and self._num_free > self._room):
             self._pull()

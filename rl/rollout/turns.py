@@ -4,7 +4,8 @@ conversation server --Ask--> lead --Request--> engine --Completion--> lead --Sam
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from rl.config.schema import Config
 from rl.data.prompts import sample_seed, turn_seed
@@ -16,21 +17,40 @@ from rl.rollout.group import Group
 
 
 class Conversations:
-    """SampledTurn what the conversations of an engine ask. Runs on its lead."""
+    """Sample what the conversations of an engine ask for. Runs on its lead."""
 
     def __init__(
         self,
-        send: Callable[[ToServer], None],
+        send: Callable[[Sequence[ToServer]], None],
         add: Callable[[list[Request]], None],
         config: Config,
         run_seed: int | None,  # None: turns differ between runs
     ):
         """`send` reaches the conversation server, and `add` gives requests to the engine."""
-        self._send, self._add, self._config, self._run_seed = send, add, config, run_seed
+        self._deliver, self._add, self._config, self._run_seed = send, add, config, run_seed
+        self._collected: list[ToServer] | None = None  # what is sent at the end of `together`
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Send all that is sent in here at once, at the end."""
+        assert self._collected is None
+        collected = self._collected = []
+        try:
+            yield
+        finally:
+            self._collected = None
+            if collected:
+                self._deliver(collected)
+
+    def _send(self, message: ToServer) -> None:
+        if self._collected is None:
+            self._deliver([message])
+        else:
+            self._collected.append(message)
 
     def begin(self, groups: Iterable[Group]) -> None:
         """Begin the conversations of groups, or continue them."""
-        data = self._config.data
+        data, opened = self._config.data, list[ToServer]()
         for group in groups:
             prompt = group.task.prompt
             messages = make_conversation(prompt.row, data) if data.chat_template else []
@@ -39,7 +59,8 @@ class Conversations:
                 conversation = group.conversations[sample]
                 seed = sample_seed(self._config.run.seed, prompt.epoch, prompt.id, sample)
                 history, counts = conversation.history(), conversation.counts
-                self._send(Open(_key(group, sample), row, messages, prompt.tokens, seed, history, counts))
+                opened.append(Open(_key(group, sample), row, messages, prompt.tokens, seed, history, counts))
+        self._deliver(opened)
 
     def drop(self, groups: Iterable[Group]) -> None:
         """Forget the conversations of groups whose engine has failed."""

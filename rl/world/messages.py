@@ -21,7 +21,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Generic, TypeVar
@@ -205,6 +205,18 @@ class Mailbox:
                     return None
                 with waiting(awaited or _describe_wait(kinds)):
                     self._arrived.wait(left)
+
+    def receive_next(self, kind: type[M], among: Container[str]) -> Letter[M] | None:
+        """Return the oldest of the messages whose kind is named in `among`, if it is of this kind. Never wait."""
+        with self._arrived:
+            self.check()
+            for index, arrived in enumerate(self._inbox):
+                if arrived.kind in among:
+                    if arrived.kind != kind.__name__:
+                        return None
+                    del self._inbox[index]
+                    return arrived.decode(kind)
+        return None
 
     def check(self) -> None:
         """Raise the error that ended the world, if one did."""

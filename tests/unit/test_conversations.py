@@ -39,7 +39,7 @@ class Lead:
         self.requests: list[Request] = []
         sampling = Sampling(num_samples, 1.0, config.rollout.max_new_tokens, max_tokens_per_round=per_round)
         self.group = Group(Task(7, 0, 0, PROMPT, sampling, version=5))
-        self.conversations = Conversations(self.sent.append, self.requests.extend, config, run_seed=0)
+        self.conversations = Conversations(self.sent.extend, self.requests.extend, config, run_seed=0)
         self.begin()
 
     def begin(self) -> None:

@@ -26,7 +26,7 @@ def test_a_conversation_whose_time_is_over_ends_when_its_turn_is_sampled(worlds:
     bench, sent = Bench(worlds), list[ToServer]()
     service = bench.service
     config = load_config(None, ["environment.rollout=a.py:f", "reward.function=environment"])
-    service.conversations = Conversations(sent.append, service.add_requests, config, 0)
+    service.conversations = Conversations(sent.extend, service.add_requests, config, 0)
     bench.start(0)
     keys = [message.key for message in sent]  # type: ignore[union-attr]
     assert len(keys) == NUM_SAMPLES

@@ -20,9 +20,9 @@ from rl.report.page.charts import (
     role_chart,
     stage_chart,
 )
-from rl.report.page.layout import Block, Chart, Page, Paragraph, Section, Table
+from rl.report.page.parts import Block, Chart, Page, Paragraph, Section, Table
 from rl.report.page.read import RunData, is_number
-from rl.report.page.samples import compare_samples
+from rl.report.page.responses import compare_responses
 
 # The metrics that are shown at once, by section. All others are shown on demand, in the section of their prefix.
 LEARNING = ["reward/mean", "reward/std", "reward/no_signal", "policy/entropy", "policy/kl_old_new", "loss/kl"]
@@ -262,7 +262,7 @@ def _since(event: Event, run: RunData) -> str:
 
 
 def _show_samples(runs: Sequence[RunData], num_prompts: int) -> Section:
-    samples = compare_samples(runs, num_prompts) if num_prompts else []
+    samples = compare_responses(runs, num_prompts) if num_prompts else []
     if not samples:
         return Section("Samples", [])
     text = (
@@ -280,18 +280,17 @@ def _show_settings(runs: Sequence[RunData]) -> Section:
         blocks.append(Paragraph(f"There is no run.json of {', '.join(missing)}, so the settings are not known."))
     configs = [run.record.config for run in recorded if run.record is not None]
     if len(configs) == 1:
-        found = find_differences([configs[0], asdict(Config())])
-        head, what = ["setting", recorded[0].name, "default"], "defaults"
+        found, what = find_differences([configs[0], asdict(Config())]), "Settings that differ from the defaults."
+        head = ["setting", recorded[0].name, "default"]
     else:
-        found = find_differences(configs) if configs else {}
-        head, what = ["setting", *(run.name for run in recorded)], "settings of the other runs"
+        found, what = find_differences(configs) if configs else {}, "Settings that differ between the runs."
+        head = ["setting", *(run.name for run in recorded)]
     if found:
         rows = [[name, *("" if value is None else str(value) for value in values)] for name, values in found.items()]
-        blocks.append(Table(head, rows, f"Settings that differ from the {what}." if len(configs) == 1 else ""))
+        blocks.append(Table(head, rows, what))
     elif configs:
         blocks.append(Paragraph("No setting differs."))
-    title = "Settings that differ from the defaults" if len(configs) == 1 else "Settings that differ"
-    return Section(title, blocks)
+    return Section("Settings", blocks)
 
 
 def _show_environment(runs: Sequence[RunData]) -> Section:

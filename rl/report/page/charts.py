@@ -8,16 +8,17 @@ from typing import Any
 
 import altair as alt
 
-from rl.common.events import KINDS
+from rl.common.events import FREQUENT, KINDS
 from rl.report.accounting import BUSY, WAIT
-from rl.report.page.layout import Chart
+from rl.report.page.parts import Chart
 from rl.report.page.read import RunData, is_number
-from rl.report.page.series import CurvePoint, make_curve
+from rl.report.page.series import MAX_POINTS, CurvePoint, make_curve, thin
 
 ROWS = "rows"  # name of the data in every chart
 RUN_COLORS = ["#3b8bd0", "#e0782f", "#2aa584", "#c765b4", "#b59a1c", "#7d72d6", "#d2515f", "#6b9a3a"]
 EVENT_COLORS = {"start": "#2aa584", "resume": "#2aa584", "checkpoint": "#3b8bd0", "evaluation": "#7d72d6"}
 EVENT_COLORS |= {"warning": "#b59a1c", "fault": "#d2515f", "stop": "#e0782f", "end": "#808080"}
+# The stages of a step, and those after it. Others belong to the start of an attempt, and are not drawn.
 STAGES = ["rollout", "logprobs", "advantages", "update", "sync", "handover", "evaluate", "checkpoint", "other"]
 STAGE_COLORS = [*RUN_COLORS, "#909090"]
 OUTSIDE_STEP = ("evaluate", "checkpoint")  # stages that time/step does not include
@@ -82,9 +83,7 @@ def stage_chart(run: RunData, title: str) -> Chart | None:
             place = {"step": part[0]["step"], "last": part[-1]["step"], "order": order}
             rows.append(place | {"stage": stage, "seconds": seconds})
     used = [stage for stage in STAGES if any(row["stage"] == stage for row in rows)]
-    used += sorted({row["stage"] for row in rows} - {*used})
-    colors = dict(zip(STAGES, STAGE_COLORS))
-    scale = alt.Scale(domain=used, range=[colors.get(stage, RUN_COLORS[0]) for stage in used])
+    scale = alt.Scale(domain=used, range=[STAGE_COLORS[STAGES.index(stage)] for stage in used])
     axis = alt.Axis(labelOverlap="greedy", labelAngle=0)
     chart = (
         alt.Chart(alt.NamedData(ROWS))
@@ -104,9 +103,8 @@ def stage_chart(run: RunData, title: str) -> Chart | None:
 
 def mean_stages(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Return the mean seconds per step of each stage, and the rest of the step as `other`."""
-    names = dict.fromkeys(name for row in rows for name in row if name.startswith("time/") and name != "time/step")
-    ordered = sorted(names, key=lambda name: [*STAGES, name[5:]].index(name[5:]))
-    found = {name[5:]: sum(row.get(name) or 0.0 for row in rows) / len(rows) for name in ordered}
+    names = [stage for stage in STAGES if any(f"time/{stage}" in row for row in rows)]
+    found = {stage: sum(row.get(f"time/{stage}") or 0.0 for row in rows) / len(rows) for stage in names}
     inside = sum(seconds for stage, seconds in found.items() if stage not in OUTSIDE_STEP)
     return found | {"other": max(0.0, sum(row["time/step"] for row in rows) / len(rows) - inside)}
 
@@ -158,18 +156,20 @@ def mean_shares(run: RunData) -> dict[str, dict[str, float]]:
 
 
 def progress_chart(runs: Sequence[RunData]) -> Chart | None:
-    """Draw the step that each run has reached by the time since its start, with faults and restarts."""
+    """Draw the step that each run has reached by the time since its start: a line per attempt, and events on it."""
     curves, marks = [], []
     for run in runs:
         began = run.began_at
         if began is None:
             continue
-        # The mean is not used here.
-        points = [CurvePoint(row["step"], row["at"] - began, 0.0) for row in run.rows if is_number(row.get("at"))]
-        starts = [(event.at - began, event.step) for event in run.events if event.kind in ("start", "resume")]
-        for point in make_curve([(point.step, point.value) for point in points], 1):
-            curves.append({"run": run.name, "elapsed": point.value, "step": point.step})
-        curves += [{"run": run.name, "elapsed": elapsed, "step": step} for elapsed, step in starts]
+        rare = [event for event in run.events if event.kind not in FREQUENT]
+        reached = [(row["at"], row["step"]) for row in run.rows if is_number(row.get("at"))]
+        starts = [event.at for event in rare if event.kind in ("start", "resume")]
+        points = thin([CurvePoint(step, at, at) for at, step in reached], MAX_POINTS)
+        points += [CurvePoint(event.step, event.at, event.at) for event in rare]
+        for step, at, _ in sorted(points, key=lambda point: point.value):
+            attempt = sum(start <= at for start in starts)
+            curves.append({"run": run.name, "attempt": attempt, "elapsed": at - began, "step": step})
         for event in run.events:
             if event.kind not in ("checkpoint", "evaluation"):
                 mark = {"run": run.name, "elapsed": event.at - began, "step": event.step}
@@ -179,9 +179,9 @@ def progress_chart(runs: Sequence[RunData]) -> Chart | None:
         return None
     unit = _convert_elapsed(rows)
     base = alt.Chart(alt.NamedData(ROWS)).encode(x=_by_time(unit), y=alt.Y("step:Q", title="step"))
-    # Lines connect points by time, because a restart goes back to an earlier step.
-    line = base.transform_filter("datum.part === 'line'").mark_line(strokeWidth=2, interpolate="linear")
-    line = line.encode(color=_by_run(runs), order=alt.Order("elapsed:Q"))
+    # Lines connect points by time, because the step need not increase.
+    line = base.transform_filter("datum.part === 'line'").mark_line(strokeWidth=2)
+    line = line.encode(color=_by_run(runs), order=alt.Order("elapsed:Q"), detail=alt.Detail("attempt:N"))
     mark = base.transform_filter("datum.part === 'event'").mark_point(filled=True, size=70, opacity=1)
     tooltip = [alt.Tooltip(field) for field in ("run:N", "kind:N", "step:Q", "elapsed:Q", "text:N")]
     layers = alt.layer(line, mark.encode(color=_by_kind(rows), shape=_shape(rows), tooltip=tooltip))
@@ -265,15 +265,17 @@ def _finish(
 
 
 def _by_step() -> alt.X:
-    return alt.X("step:Q", title="step", axis=alt.Axis(tickMinStep=1, format="d"), scale=alt.Scale(nice=False))
+    return alt.X(
+        "step:Q", title="step", axis=alt.Axis(tickMinStep=1, format="d", labelFlush=False), scale=alt.Scale(nice=False)
+    )
 
 
 def _by_time(unit: str) -> alt.X:
-    return alt.X("elapsed:Q", title=f"{unit} since the start", axis=alt.Axis(format="~g"))
+    return alt.X("elapsed:Q", title=f"{unit} since the start", axis=alt.Axis(format=".6~g", labelFlush=False))
 
 
 def _numbers() -> alt.Axis:
-    return alt.Axis(format="~g", tickCount=5)
+    return alt.Axis(format=".6~g", tickCount=5)
 
 
 def _legend() -> alt.Legend:

@@ -1,4 +1,4 @@
-// Draw the charts of a report. Each is a Vega-Lite specification in a <script> of type application/json.
+// Draw the charts of a report. Each is a Vega-Lite specification in a script element of type application/json.
 "use strict";
 const views = {}; // by the id of the chart; a test reads their data
 window.reportViews = views;
