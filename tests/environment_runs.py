@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from rl.data.batch import Batch
 from rl.data.group_file import StoredGroup, groups_from_bytes
-from tests.launcher import Result
+from tests.launcher import Result, command_of, members
 from tests.reference_rounds import make_model
 
 FUNCTIONS = "tests/e2e/environment_functions.py"
@@ -75,6 +75,14 @@ def overrides_of(model: Path, door: str = "class", num_steps: int = 3) -> list[s
         *("environment.max_conversation_tokens=700", "environment.max_observation_tokens=50", "actor.lr=1e-3"),
         *DOORS[door],
     ]
+
+
+def find_server(launcher: int) -> int | None:
+    """Return the process id of a conversation server of a run."""
+    servers = [
+        each.pid for each in members(launcher) if any("rl.environments.server" in one for one in command_of(each))
+    ]
+    return servers[0] if servers else None
 
 
 class Conversation(NamedTuple):

@@ -1,11 +1,12 @@
 """Processes that share a terminal as ranks do: a leader with a live view, and others that only print.
 
-    python -m tests.live_ranks leader FOLDER | printer FOLDER NAME COUNT
+    python -m tests.live_ranks leader FOLDER [CHILD...] | printer FOLDER NAME COUNT
 
 The leader goes on while FOLDER has no file `stop`, and counts its steps in FOLDER/step. A printer begins when there is
-a file FOLDER/print.
+a file FOLDER/print. The leader starts the command CHILD, which keeps the console open as a rank's watchdog does.
 """
 
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -52,6 +53,8 @@ def print_lines(folder: Path, name: str, count: int) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "leader":
+        if sys.argv[3:]:
+            subprocess.Popen(sys.argv[3:])
         lead(Path(sys.argv[2]))
     else:
         print_lines(Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]))

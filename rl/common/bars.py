@@ -9,6 +9,7 @@ bar of their own (rl/report/bars.py).
 """
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -19,6 +20,7 @@ class Bar(NamedTuple):
     total: int
     unit: str  # of `total`, such as "prompts"; "B" for bytes
     done: int
+    age_s: float
 
 
 class Bars:
@@ -52,7 +54,7 @@ class Bars:
 class _OpenBar:
     def __init__(self, title: str, total: int, unit: str, read: Callable[[], int] | None):
         self._title, self._total, self._unit = title, total, unit
-        self._done, self._lock = 0, threading.Lock()
+        self._done, self._opened_at, self._lock = 0, time.monotonic(), threading.Lock()
         self._read: Callable[[], int] = read if read is not None else lambda: self._done
 
     def count(self, number: int) -> None:
@@ -60,7 +62,8 @@ class _OpenBar:
             self._done += number
 
     def look(self) -> Bar:
-        return Bar(self._title, self._total, self._unit, self._read())
+        age_s = time.monotonic() - self._opened_at
+        return Bar(self._title, self._total, self._unit, self._read(), age_s)
 
 
 BARS = Bars()  # the only ones of this process

@@ -258,7 +258,7 @@ def _read_python(source: str) -> list[ToolCall]:
 def _python_call(node: ast.expr) -> ToolCall:
     if not isinstance(node, ast.Call):
         return _broken(f"{_source(node)} is no call. Write for example [name(argument=1)].")
-    name = _source(node.func)
+    name = node.func.id if isinstance(node.func, ast.Name) else _source(node.func)
     if not re.fullmatch(r"[\w.]+", name):
         return _broken(f"{name} is not the name of a tool.")
     if node.args:

@@ -25,6 +25,7 @@ from typing import Any
 from rl.config.schema import ConfigError
 from rl.environments.calls import CALL_FORMATS, CallFormat, find_call_format
 from rl.environments.interface import ChatFormat, Message, ParsedTurn, ToolCall
+from rl.environments.splicing import Splicer
 from rl.environments.template import PROBE, PROBE_TOOL, Neutralizer, Template, markup_strings, special_strings
 from rl.environments.tokenizer import load_chat_tokenizer
 
@@ -79,6 +80,7 @@ class TemplateChat:
         self._speaker: Message = {"role": "assistant", "content": PROBE}
         self._caller = self._speaker
         self._needs_tools = True
+        self._splicer: Splicer | None = None
         self._end, self._closing = self._find_end()
         self._end_length = len(self._encode(self._end))
         self._format = self._find_call_format() if tools else None
@@ -88,6 +90,7 @@ class TemplateChat:
         self.name = self._format.name if self._format else "plain"
         self._neutral = self._make_neutralizers("tool" in roles)
         self._needs_tools = any(self._depends_on_tools(role) for role in roles)  # if not, `extend` takes half the time
+        self._splicer = Splicer(source, self._write_following)
         self._rewrites = {role: self._find_rewrite(role, []) for role in roles}
         system = [{"role": "system", "content": "Be brief."}]
         self._system_rewrites = {role: self._rewrites[role] or self._find_rewrite(role, system) for role in roles}
@@ -196,12 +199,18 @@ class TemplateChat:
                 call = turn.calls[results] if results < len(turn.calls) else ToolCall("", {})
                 message.setdefault("tool_call_id", _call_id(call, results))
                 results += 1
-        system = [
-            {"role": "system", "content": str(message["content"]).replace(PROBE, "")}
-            for message in self._clean(opening[:1])
-            if message["role"] == "system"
-        ]
-        return self._after_stand_in(cleaned, None if self._needs_tools else [], system)
+        has_system = bool(opening) and opening[0]["role"] == "system"
+        system = opening[0]["content"] if has_system else None
+        spliced = self._splicer.write(cleaned, system) if self._splicer else None
+        return self._write_following(cleaned, system) if spliced is None else spliced
+
+    def _write_following(self, messages: list[Message], system: Any) -> str:
+        """Do the same with the template itself. `system`: the content of the system message, if there is one."""
+        opening: list[Message] = []
+        if system is not None:
+            (message,) = self._clean([{"role": "system", "content": system}])
+            opening = [{"role": "system", "content": str(message["content"]).replace(PROBE, "")}]
+        return self._after_stand_in(messages, None if self._needs_tools else [], opening)
 
     def _after_stand_in(
         self, messages: list[Message], tools: list[dict[str, Any]] | None, system: Sequence[Message] = ()

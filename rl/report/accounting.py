@@ -11,7 +11,6 @@ import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from rl.common.files import write_atomically
@@ -37,10 +36,13 @@ def summarize(accounts: Sequence[RankAccount]) -> dict[str, float]:
     """Return the metrics of a step, from the ledgers of its ranks."""
     found: dict[str, float] = {}
     for role, members in _by_role(accounts).items():
-        found[BUSY + role] = fmean(account.busy_s / account.wall_s for account in members)
-        for awaited in sorted({name for account in members for name in account.waits}):
-            shares = [account.waits.get(awaited, 0.0) / account.wall_s for account in members]
-            found[f"{WAIT}{role}/{awaited}"] = fmean(shares)
+        waits: defaultdict[str, float] = defaultdict(float)  # sums of shares, by role
+        for account in members:
+            wall_s = account.wall_s
+            for awaited, seconds in account.waits.items():
+                waits[awaited] += seconds / wall_s
+        found[BUSY + role] = 1 - sum(waits.values()) / len(members)
+        found |= {f"{WAIT}{role}/{awaited}": waits[awaited] / len(members) for awaited in sorted(waits)}
     return found
 
 
@@ -98,8 +100,11 @@ def _sum_engines(accounts: Sequence[RankAccount]) -> dict[str, list[float]]:
 
 
 def _mean_seconds(accounts: Sequence[RankAccount]) -> dict[str, float]:
-    names = sorted({name for account in accounts for name in account.seconds})
-    return _rounded({name: fmean(account.seconds.get(name, 0.0) for account in accounts) for name in names})
+    sums: defaultdict[str, float] = defaultdict(float)
+    for account in accounts:
+        for name, seconds in account.seconds.items():
+            sums[name] += seconds
+    return _rounded({name: sums[name] / len(accounts) for name in sorted(sums)})
 
 
 def _rounded(seconds: Mapping[str, float]) -> dict[str, float]:

@@ -23,6 +23,8 @@ from rl.watch.screen import Size, ViewFrame, find_terminal_owner, is_in_foregrou
 
 REFRESH_S = 0.5
 NUM_RECENT = 20  # steps whose duration predicts that of the others
+LEAST_AGE_S = 1.5  # of work that is shown as a bar; shorter work would flicker
+SHRINK_S = 10.0  # after which a view that needs fewer rows gets smaller; the rows of roles and bars come and go
 MAX_REWARDS = 2000  # newest steps in the curve of rewards
 
 
@@ -44,6 +46,7 @@ class LiveView:
         self._view = RunView(name)
         self._lock = threading.Lock()
         self._closing = threading.Event()
+        self._height, self._tall_at = 0, 0.0  # rows of the view, and when it last needed so many
         self._owner = find_terminal_owner(os.getpid(), os.getppid())
         self._is_shown = self._may_show(_terminal_size())
         NOTICES.is_in_view = True
@@ -105,8 +108,12 @@ class LiveView:
                 mean_s = sum(self._durations) / len(self._durations)
                 in_step_s = min(mean_s, now - self._reached_at)
                 view.left_s = max(0.0, mean_s * (view.num_steps - view.step) - in_step_s)
-        view.activities, view.bars, view.warning = self._activities(), BARS.read(), NOTICES.last
-        return ViewFrame(tuple(render(view, *size)), size)
+        view.activities, view.warning = self._activities(), NOTICES.last
+        view.bars = [bar for bar in BARS.read() if bar.age_s >= LEAST_AGE_S]
+        lines = render(view, *size)
+        if len(lines) >= self._height or now - self._tall_at > SHRINK_S:
+            self._height, self._tall_at = len(lines), now
+        return ViewFrame((*lines, *[""] * (min(self._height, size.rows // 2) - len(lines))), size)
 
     def _may_show(self, size: Size) -> bool:
         return size.columns >= LEAST_COLUMNS and size.rows >= LEAST_ROWS and is_in_foreground(self._owner)

@@ -5,12 +5,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rl.common.events import Kind, write_event
+from rl.config.schema import Config
+from rl.placement.roles import Placement
 from rl.report.accounting import AccountingFile
 from rl.report.console import RunConsole
 from rl.report.histogram import Histogram
 from rl.report.live import LiveView
 from rl.report.prometheus import PrometheusEndpoint
 from rl.report.rows import RowFile
+from rl.report.run_texts import list_hyperparameters, make_texts
 from rl.report.tensorboard import EventWriter
 from rl.watch.ledger import RankAccount
 
@@ -46,7 +49,8 @@ class MetricsWriter:
         self._run_dir, self._num_steps, self._step = run_dir, num_steps, step
         self._rows = RowFile(run_dir, step, continues)
         self._accounting = AccountingFile(run_dir, step)
-        self._events = EventWriter(run_dir, step + 1 if step or continues else 0)
+        names = {name for row in self._rows.kept for name in row}
+        self._events = EventWriter(run_dir, step + 1 if step or continues else 0, names)
         self.kept_rows = self._rows.kept  # of earlier starts of the run
         rewards = [row["reward/mean"] for row in self.kept_rows if "reward/mean" in row]
         self._console = RunConsole(run_dir.name, num_steps, rewards, step, view)
@@ -65,13 +69,17 @@ class MetricsWriter:
         self._rows.write(step, version, values, histograms)
         if ACCURACY in values:
             self.note("evaluation", step, f"{ACCURACY} {values[ACCURACY]:.4g}")
-        for sink in self._sinks:
-            sink.write(step, values)
         for name, histogram in histograms.items():
             self._events.write_histogram(name, histogram, step)
+        for sink in self._sinks:
+            sink.write(step, values)
         if self._endpoint is not None:
             self._endpoint.write(step, version, values)
         self._console.write(step, values)
+
+    def describe_run(self, config: Config, placement: Placement) -> None:
+        """Show the settings and the placement in TensorBoard."""
+        self._events.describe(make_texts(config, placement), list_hyperparameters(config))
 
     def write_accounts(self, accounts: Sequence[RankAccount], hosts: Sequence[str], about: Mapping[str, Any]) -> None:
         """Write what the ranks did in a step to accounting.jsonl. See AccountingFile."""

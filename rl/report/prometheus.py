@@ -6,6 +6,7 @@ part rank_R, engine_R or node_N becomes a label, so that gpu/memory_gb/rank_3 is
 
 import re
 from collections.abc import Iterator, Mapping
+from functools import cache
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import Metric
@@ -16,6 +17,7 @@ NOT_ALLOWED = re.compile(r"[^a-zA-Z0-9_]")
 Key = tuple[str, tuple[tuple[str, str], ...]]  # a name, and labels
 
 
+@cache
 def prometheus_key(name: str) -> Key:
     """Return the name and the labels of a metric in Prometheus."""
     labels: tuple[tuple[str, str], ...] = ()

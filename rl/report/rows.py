@@ -17,6 +17,7 @@ from rl.common.files import write_atomically
 from rl.report.histogram import Histogram
 
 METRICS = "metrics.jsonl"
+ROLLOUTS = "rollouts"  # folder beside it, with the groups that debug.save_rollouts saves
 
 
 class RowFile:

@@ -23,6 +23,7 @@ from rl.rewards.totals import PROBLEMS, total
 from rl.rollout.collect import Gathered, Rollouts
 from rl.rollout.dispatch import Sampling
 from rl.rollout.held import HeldGroups
+from rl.rollout.sample_exchange import SampleExchange
 from rl.rollout.schedule import Round, Schedule
 from rl.watch.heart import HEART
 
@@ -63,6 +64,7 @@ class Sampler:
         self._schedule, self.sampling, self._algo, self._rewards = schedule, sampling, algo, rewards
         self._held = held if held is not None else HeldGroups()
         self._in_flight: InFlight | None = None
+        self.exchange: SampleExchange | None = None  # set it before the first batch to show samples
         self._scored: set[str] = set()  # names of scores so far, including parts; equal on all actors
 
     @property
@@ -90,6 +92,8 @@ class Sampler:
         self._measure_rewards(kept, measures)
         if self.sampling.num_samples > 1:  # a group of one sample has no other reward to differ from
             self._measure_signal(kept, measures)
+        if self.exchange is not None:
+            self.exchange.collect(numbers, held, self.stream)
         held.drop_others(kept)
         return Sampled(batch, numbers)
 

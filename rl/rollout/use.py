@@ -3,9 +3,10 @@
 lead of each engine: UseMeter --Pull--> leader: Dispatcher --> describe_uses --> metrics
 """
 
-import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+from rl.common.members import metrics_of_members
 
 MAX_ENGINES = 16  # with a metric of their own
 
@@ -50,11 +51,7 @@ class UseMeter:
 def describe_uses(uses: Mapping[int, EngineUse]) -> dict[str, float]:
     """Return the metrics of all engines, which are named by their leads. Engines that did nothing are left out."""
     speeds = {lead: use.num_tokens / use.seconds for lead, use in sorted(uses.items()) if use.seconds}
-    values = {f"perf/tokens_per_s/engine_{lead}": speed for lead, speed in speeds.items()}
-    if len(uses) > MAX_ENGINES and speeds:
-        figures = {"min": min(speeds.values()), "max": max(speeds.values())}
-        figures["median"] = statistics.median(speeds.values())
-        values = {f"perf/tokens_per_s/engine_{name}": figure for name, figure in figures.items()}
+    values = metrics_of_members("perf/tokens_per_s/engine", speeds, MAX_ENGINES)
     caching = [use for use in uses.values() if use.seconds and use.max_kv_use >= 0]
     if caching:
         values["rollout/kv_use"] = sum(use.kv_seconds for use in caching) / sum(use.seconds for use in caching)

@@ -33,6 +33,7 @@ from rl.rollout.collect import Rollouts
 from rl.rollout.dispatch import Sampling
 from rl.rollout.held import HeldGroups
 from rl.rollout.overlap import OverlapService
+from rl.rollout.sample_exchange import SampleExchange
 from rl.rollout.sampler import Sampler
 from rl.rollout.schedule import Schedule, ScheduleState, describe_lag, plan_schedule
 from rl.run.actor import Actor
@@ -104,6 +105,9 @@ def build_actor(run: Run, trains: bool = True) -> Actor:
 
     writer = build_writer(run, rollouts) if trains else None
     health = build_health(run, writer, sampler.max_lag, end_run) if writer is not None else None
+    actors = run.placement.actors
+    reporter = Reporter(run.world, config, run.folder, run.tokenizer, rollouts, writer, actors, health)
+    reporter.exchange = sampler.exchange = SampleExchange(run.world, run.placement, config.metrics)
     actor = Actor(
         config,
         learner,
@@ -113,7 +117,7 @@ def build_actor(run: Run, trains: bool = True) -> Actor:
         sync,
         checkpoints,
         build_evaluation(run, rollouts) if has_engines else None,
-        Reporter(run.world, config, run.folder, run.tokenizer, rollouts, writer, run.placement.actors, health),
+        reporter,
         start_step,
         last_step,
         is_evaluated=not has_engines or (resume is not None and resume.manifest.state["is_evaluated"]),

@@ -15,17 +15,17 @@ from rl.data.group_file import groups_to_bytes, split_groups
 from rl.data.prompts import Tokenizer
 from rl.model.flops import peak_flops
 from rl.report.accounting import describe_bound, summarize
-from rl.report.describe import show
 from rl.report.histogram import Histogram
 from rl.report.metrics_writer import MetricsWriter
 from rl.report.profile import profiled
+from rl.report.rows import ROLLOUTS
+from rl.report.samples import TAG, show
 from rl.rollout.collect import Rollouts
 from rl.rollout.dispatch import BatchTime
+from rl.rollout.sample_exchange import SampleExchange
 from rl.rollout.use import describe_uses
 from rl.run.reporting import HealthWatch, RewardSummary
 from rl.world.world import World
-
-ROLLOUTS = "rollouts"  # subfolder of the run
 
 
 def rollout_file(step: int, rank: int) -> str:
@@ -50,6 +50,7 @@ class Reporter:
         self._world, self._config, self._folder = world, config, folder
         self._tokenizer, self._rollouts, self._writer, self._actors = tokenizer, rollouts, writer, actors
         self._health = health
+        self.exchange: SampleExchange | None = None  # set it before the first step to write samples
         self._rewards = RewardSummary(writer.kept_rows if writer is not None else ())
         is_known = writer is not None and world.device.type == "cuda" and config.model.dtype == "bfloat16"
         peak = peak_flops(torch.cuda.get_device_name(world.device)) if is_known else None
@@ -93,7 +94,6 @@ class Reporter:
         seconds = {f"time/{stage}": seconds for stage, seconds in self._world.progress.take_seconds().items()}
         if self._writer is None:
             return
-        metrics = self._config.metrics
         if batch is not None:
             values = values | {"perf/tokens_per_s": values["rollout/tokens"] / seconds["time/step"]}
             rounds = self._rollouts.take_times()
@@ -106,8 +106,8 @@ class Reporter:
             about = {"step": step, "bound": describe_bound(values | seconds), "prompt_tokens": prompt_tokens}
             about["nodes"] = [*Counter(self._world.hosts).values()]  # ranks of each; a node's ranks are consecutive
             self._writer.write_accounts(accounts, self._world.hosts, about)
-            if metrics.samples_interval and (step - 1) % metrics.samples_interval == 0:
-                self._writer.write_text("rollout/samples", show(batch, self._tokenizer, metrics.num_samples), step)
+            if self.exchange is not None and self.exchange.samples:
+                self._writer.write_text(TAG, show(self.exchange.samples, self._tokenizer), step)
         values = values | seconds | self._world.take_usage()
         if self._health is not None:
             values |= self._health.check(step, values)

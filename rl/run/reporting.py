@@ -60,6 +60,7 @@ def build_writer(run: Run, rollouts: Rollouts) -> MetricsWriter | None:
     endpoint = PrometheusEndpoint(metrics.prometheus_address, metrics.prometheus_port) if has_endpoint else None
     is_phase = run.phase.name != "both"
     writer = MetricsWriter(run.folder, run.config.train.num_steps, step, others, is_phase, endpoint, run.view)
+    writer.describe_run(run.config, run.placement)
     run.world.at_end(lambda: writer.close(rollouts.engine_name))
     return writer
 

@@ -21,17 +21,17 @@ from rl.common.text import count_of
 from rl.config.schema import PLACEMENT_SETTINGS, Config, ConfigError
 from rl.placement.roles import Placement, plan
 from rl.report.accounting import ACCOUNTING
-from rl.report.rows import METRICS, read_metrics
+from rl.report.record import RECORD
+from rl.report.rows import METRICS, ROLLOUTS, read_metrics
 from rl.rollout.simulate import Setup, Speeds, Workload, estimate_step
-from rl.run.reporter import ROLLOUTS
 
-RECORD = "run.json"
-NUM_WARM_UP, MIN_STEPS, MAX_STEPS = 2, 3, 50  # steps that are not used, and the least and the most that are
+MIN_STEPS, MAX_STEPS = 3, 50  # that are used
 NUM_GROUPS = 512  # whose lengths are drawn from the histogram
 NUM_RESPONSES = 20_000  # that are simulated for each setup, about
 MAX_ROUNDS = 8  # that a response may take with a suggested Q
 MAX_SPLITS = 24  # numbers of engines that are tried
-MIN_GAIN, EQUAL = 1.05, 1.03  # smaller gains are not suggested; gains this close count as equal
+MIN_GAIN = 1.05  # smaller gains are not suggested
+NEAR = 1.1  # of gains this close to the largest, the one with the least lag is suggested
 MAX_ERROR = 0.25  # of the estimate for the run as it is, beyond which nothing is predicted
 
 
@@ -108,12 +108,13 @@ def read_run(folder: Path) -> MeasuredRun:
         )
     metrics = {row["step"]: row for row in read_metrics(folder / METRICS) if "time/step" in row}
     accounts = [row for row in read_metrics(folder / ACCOUNTING) if row["step"] in metrics]
-    used = accounts[NUM_WARM_UP:][-MAX_STEPS:]
+    num_warm_up = count_warm_up(config)
+    used = accounts[num_warm_up:][-MAX_STEPS:]
     if len(used) < MIN_STEPS:
         raise SuggestionError(
             f"{folder} has {count_of(len(accounts), 'step')} in both {METRICS} and {ACCOUNTING}, of which the first "
-            f"{NUM_WARM_UP} are not used because they include compilations; at least {NUM_WARM_UP + MIN_STEPS} are "
-            "needed: let the run make more steps"
+            f"{num_warm_up} are not used because they include compilations and the first rounds; at least "
+            f"{num_warm_up + MIN_STEPS} are needed: let the run make more steps"
         )
     rows = [metrics[account["step"]] for account in used]
     nodes = used[-1]["nodes"]
@@ -128,6 +129,11 @@ def read_run(folder: Path) -> MeasuredRun:
     return MeasuredRun(
         config, placement, work, speeds, fmean(row["time/step"] for row in rows), len(used), used[-1]["bound"]
     )
+
+
+def count_warm_up(config: Config) -> int:
+    """Return the number of steps after which a run is steady: carried groups are as many as later."""
+    return 2 * (config.rollout.max_rounds + config.rollout.ahead)
 
 
 def _read_config(path: Path) -> Config:
@@ -301,7 +307,7 @@ def _candidates(run: MeasuredRun) -> Iterator[Candidate]:
     mean = fmean(length for group in run.work.groups for length in group)
     for num_rounds in range(2, MAX_ROUNDS + 1):
         limit = -(-rollout.max_new_tokens // num_rounds)
-        if limit >= mean / 2:
+        if limit >= mean:  # a shorter one gains little, and its lag is large
             limits.add(limit)
     layouts: list[tuple[Setup, Mapping[str, str] | None, bool]] = [(present.setup, None, present.is_shared)]
     layouts += [(setup, spec, is_shared) for setup, spec, is_shared in _layouts(run)]
@@ -359,7 +365,7 @@ def _choose(run: MeasuredRun, options: Sequence[Option]) -> Option | None:
     fastest = max((option.gain for option in options), default=0.0)
     if fastest < MIN_GAIN:
         return None
-    near = [option for option in options if option.gain * EQUAL >= fastest and option.gain >= MIN_GAIN]
+    near = [option for option in options if option.gain * NEAR >= fastest and option.gain >= MIN_GAIN]
     present = run.present.setup.num_engines
     return min(near, key=lambda o: (o.max_lag, len(o.changes), abs(o.candidate.setup.num_engines - present), -o.gain))
 
@@ -369,7 +375,7 @@ def _frontier(options: Sequence[Option]) -> list[Option]:
     frontier: list[Option] = []
     for lag in sorted({option.max_lag for option in options}):
         best = max((option for option in options if option.max_lag == lag), key=lambda option: option.gain)
-        if best.gain > max([1.0, *(option.gain for option in frontier)]) * EQUAL:
+        if best.gain > max([1.0, *(option.gain for option in frontier)]) * MIN_GAIN:
             frontier.append(best)
     return frontier
 

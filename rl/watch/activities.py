@@ -47,11 +47,8 @@ def summarize_activities(rows: Iterable[Row]) -> list[RoleActivity]:
         first = min(group, key=lambda row: (bool(row["waits_for"]), row["rank"]))
         ranks = format_ranges(row["rank"] for row in group)
         stage_s, tokens = max(row["stage_s"] for row in group), sum(row.get("tokens_per_s", 0) for row in group)
-        doing = _progress_of(first) or describe_doing(first)
+        doing = describe_doing(first)
+        if doing and doing == first.get("exceptional") and first["item"]:
+            doing = f"{doing}: {first['item']}"
         activities.append(RoleActivity(ranks, roles, stage, round(stage_s, 1), doing, tokens))
     return activities[:MAX_ROWS]
-
-
-def _progress_of(row: Row) -> str:
-    """Return the item of a rank whose exceptional work has steps, such as a CUDA graph of so many."""
-    return row["item"] if row.get("exceptional") and " of " in row["item"] and not row["waits_for"] else ""

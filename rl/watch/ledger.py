@@ -7,6 +7,7 @@ to the time that has passed. A switch reads the monotonic clock and adds one num
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 BUSY, WAIT = "busy/", "wait/"  # prefixes of accounts: busy/STAGE and wait/ROLE
 # What a rank can wait for besides the roles of docs/placement.md.
@@ -41,15 +42,15 @@ class RankAccount:
     seconds: dict[str, float]
     engine: dict[str, list[float]] = field(default_factory=dict)  # see EngineSteps
 
-    @property
+    @cached_property
     def wall_s(self) -> float:
         return sum(self.seconds.values())
 
-    @property
+    @cached_property
     def busy_s(self) -> float:
         return sum(seconds for name, seconds in self.seconds.items() if name.startswith(BUSY))
 
-    @property
+    @cached_property
     def waits(self) -> dict[str, float]:
         """Seconds of waiting by role."""
         return {name.removeprefix(WAIT): s for name, s in self.seconds.items() if name.startswith(WAIT)}

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from rl.common.members import metrics_of_members
 from rl.watch.gpu import MEMORY, UTILIZATION
 
 HOST_MEMORY = "memory_mb"  # in status files; resident MiB of the rank's process
@@ -65,19 +66,21 @@ class ResourceUse:
 
     def take(self, node_of: Callable[[int], int]) -> dict[str, float]:
         """Return metrics since the last call: the highest memory of each rank's card in GB and its mean utilization in
-        percent, and the memory of the ranks of each node in GB. A rank that was not measured since then counts with
+        percent, and the memory of the ranks of each node in GB. Of many ranks or nodes there are only the smallest,
+        median and largest value. A rank that was not measured since then counts with
         its last measurement, so that the memory of a node can be compared between steps."""
         with self._lock:
             uses, self._uses = self._uses, defaultdict(_Use)
-        metrics: dict[str, float] = {}
-        for rank, use in sorted(uses.items()):
-            if use.max_host_mb >= 0:
-                self._host_mb[rank] = use.max_host_mb
-            if use.max_gpu_mb >= 0:
-                metrics[f"gpu/memory_gb/rank_{rank}"] = use.max_gpu_mb * MB
-            if use.utilization_count:
-                metrics[f"gpu/utilization/rank_{rank}"] = use.utilization_sum / use.utilization_count
-        nodes = defaultdict[int, int](int)
+        self._host_mb |= {rank: use.max_host_mb for rank, use in uses.items() if use.max_host_mb >= 0}
+        memory = {rank: use.max_gpu_mb * MB for rank, use in uses.items() if use.max_gpu_mb >= 0}
+        utilization = {
+            rank: use.utilization_sum / use.utilization_count for rank, use in uses.items() if use.utilization_count
+        }
+        nodes = defaultdict[int, float](float)
         for rank, host_mb in sorted(self._host_mb.items()):
-            nodes[node_of(rank)] += host_mb
-        return metrics | {f"host/memory_gb/node_{node}": host_mb * MB for node, host_mb in sorted(nodes.items())}
+            nodes[node_of(rank)] += host_mb * MB
+        return (
+            metrics_of_members("gpu/memory_gb/rank", memory)
+            | metrics_of_members("gpu/utilization/rank", utilization)
+            | metrics_of_members("host/memory_gb/node", nodes)
+        )

@@ -21,7 +21,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Generic, TypeVar
@@ -206,13 +206,12 @@ class Mailbox:
                 with waiting(awaited or _describe_wait(kinds)):
                     self._arrived.wait(left)
 
-    def receive_next(self, kind: type[M], among: Iterable[type[Message]]) -> Letter[M] | None:
-        """Return the oldest message of all kinds in `among` if it has arrived and is of this kind. Never wait."""
-        names = {each.__name__ for each in among}
+    def receive_next(self, kind: type[M], among: Container[str]) -> Letter[M] | None:
+        """Return the oldest of the messages whose kind is named in `among`, if it is of this kind. Never wait."""
         with self._arrived:
             self.check()
             for index, arrived in enumerate(self._inbox):
-                if arrived.kind in names:
+                if arrived.kind in among:
                     if arrived.kind != kind.__name__:
                         return None
                     del self._inbox[index]

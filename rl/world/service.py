@@ -37,6 +37,7 @@ def serve(world: World, services: Sequence[Service], until: Callable[[], bool]) 
     While no service is busy, reports show what the rank waits for: the text of the first service that has one.
     """
     by_kind = {kind: service for service in services for kind in service.kinds}
+    names = frozenset(kind.__name__ for kind in by_kind)
     while not until():
         busy = [service for service in services if service.busy]
         if busy:
@@ -49,7 +50,7 @@ def serve(world: World, services: Sequence[Service], until: Callable[[], bool]) 
             with world.stage(by_kind[kind].name, kind.__name__):
                 while letter is not None:  # all of this kind that come next share the cost of entering the stage
                     by_kind[kind].handle(letter)
-                    letter = None if until() else world.mail.receive_next(kind, by_kind)
+                    letter = None if until() else world.mail.receive_next(kind, names)
             continue
         for service in busy:
             with world.stage(service.name):

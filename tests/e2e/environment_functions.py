@@ -75,6 +75,20 @@ class Account(Tally):
         return observation
 
 
+class Held(Account):
+    """The same. While there is a file with the name `hold`, a call notes this beside it, and hangs."""
+
+    def __init__(self, longest_pause_s: float = 0.0, hold: str = ""):
+        super().__init__(longest_pause_s)
+        self.hold = Path(hold)
+
+    def _advance(self, *told: Any) -> tuple[str, bool]:
+        while self.hold.is_file():
+            self.hold.with_suffix(".reached").touch()
+            time.sleep(0.1)
+        return super()._advance(*told)
+
+
 class OftenEqual(Account):
     """The same. For two rows of three, all samples have the same reward."""
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.test_phases import Command, run_all
-from tests.environment_runs import FUNCTIONS, make_chat_model, overrides_of
-from tests.launcher import command_of, finish, members, start, until
+from tests.environment_runs import FUNCTIONS, find_server, make_chat_model, overrides_of
+from tests.launcher import finish, start, until
 from tests.reference_rounds import TINY
 
 pytestmark = pytest.mark.timeout(300)
@@ -100,14 +100,6 @@ def test_a_rollout_function_needs_no_chat_template(tmp_path: Path) -> None:
     arguments = [*overrides_of(TINY, "rollout", 1), *SHORT, "data.chat_template=false", "eval.interval=0"]
     (output,) = run_all([Command(tmp_path / "run", 1, arguments)])
     assert "in 1 steps" in output or "in 1 step" in output
-
-
-def find_server(launcher: int) -> int | None:
-    """Return the process id of a conversation server of a run."""
-    servers = [
-        each.pid for each in members(launcher) if any("rl.environments.server" in one for one in command_of(each))
-    ]
-    return servers[0] if servers else None
 
 
 def start_waiting(model: Path, folder: Path, *overrides: str) -> subprocess.Popen[str]:

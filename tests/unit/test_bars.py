@@ -24,10 +24,13 @@ def test_open_bars_are_seen_with_what_is_done() -> None:
         count(3)
         count(4)
         with bars.open("evaluation", 5, "prompts", lambda: len(arrived)):
-            assert bars.read() == [Bar("loading", 10, "B", 7), Bar("evaluation", 5, "prompts", 2)]
+            loading, evaluation = bars.read()
+            assert loading == Bar("loading", 10, "B", 7, loading.age_s)
+            assert evaluation == Bar("evaluation", 5, "prompts", 2, evaluation.age_s)
+            assert loading.age_s > evaluation.age_s > 0
             arrived.append(3)
             assert bars.read()[1].done == 3
-        assert bars.read() == [Bar("loading", 10, "B", 7)]
+        assert [bar.title for bar in bars.read()] == ["loading"]
     assert bars.read() == []
 
 

@@ -38,7 +38,7 @@ VIEW = RunView(
     bound="rollout-bound: actors wait 62 %",
     evaluation=(10, 0.365),
     activities=ROLES,
-    bars=[Bar("evaluation", 200, "prompts", 50), Bar("checkpoint 20", 2_000_000, "B", 500_000)],
+    bars=[Bar("evaluation", 200, "prompts", 50, 2.0), Bar("checkpoint 20", 2_000_000, "B", 500_000, 2.0)],
     warning=Notice("the entropy is low", 12),
 )
 

@@ -16,8 +16,8 @@ from rl.config.schema import ROOT
 from rl.report.page import html as html_module
 from rl.report.page.build import build_page, describe_state, format_seconds
 from rl.report.page.charts import curve_chart, evaluation_chart, mean_shares, mean_stages, stage_chart
-from rl.report.page.layout import Chart, Page, SamplesOfPrompt, Section, Table
 from rl.report.page.markdown import to_markdown
+from rl.report.page.parts import Chart, Page, ResponsesToPrompt, Section, Table
 from rl.report.page.read import ReportError, RunData, read_runs
 from rl.report.page.series import CurvePoint, make_curve, running_mean, thin
 from tests.report_runs import ATTACK, BEGAN, KILLED, make_rows, write_lines, write_run
@@ -131,7 +131,7 @@ def test_the_page_of_a_run(run: Path) -> None:
     assert table(page, "Events")["24 s"] == ["6", "fault", f"{KILLED}: {ATTACK}"]
     assert table(page, "Settings")["train.num_steps"] == ["8", "100"]
     assert table(page, "Environment")["commit"] == ["abc123"]
-    first = next(block for block in section(page, "Samples").blocks if isinstance(block, SamplesOfPrompt))
+    first = next(block for block in section(page, "Samples").blocks if isinstance(block, ResponsesToPrompt))
     assert (first.prompt, first.answer) == ("1+0=", ATTACK)
     assert [(sample.label, sample.facts) for sample in first.samples] == [
         ("step 0", "score 0, 3 tokens"),
@@ -245,7 +245,7 @@ def test_markdown_has_the_tables_and_a_picture_per_chart(
 
 
 def test_a_fence_is_longer_than_those_in_the_text() -> None:
-    samples = SamplesOfPrompt("x", "```\n# no heading\n````", "", [])
+    samples = ResponsesToPrompt("x", "```\n# no heading\n````", "", [])
     text, _ = to_markdown(Page("t", [Section("s", [samples])]), "out")
     assert "`````\n```\n# no heading\n````\n`````" in text
 

@@ -154,3 +154,52 @@ def test_only_the_logs_of_the_newest_attempts_stay(tmp_path: Path) -> None:
     left = [f"attempt_{number}" for number in (3, 30, 51, 52, "x")]
     assert MAX_ATTEMPTS == 50 and sorted(path.name for path in tmp_path.iterdir()) == sorted(left)
     assert next_attempt(tmp_path) == 53
+
+
+def test_a_console_that_takes_nothing_does_not_hold_up_the_rank(tmp_path: Path) -> None:
+    """As after Ctrl-S. When it takes output again, it gets what was kept, and a line about the rest."""
+    log = tmp_path / "rank_0.log"
+    program = """
+import sys, time
+from pathlib import Path
+from rl.watch import tee
+tee.MAX_UNSHOWN = 1_000_000
+line = tee.start_tee()
+line.write_log(Path(sys.argv[1]))
+for number in range(300_000):
+    sys.stdout.write(f"{number:09}\\n")
+Path(sys.argv[1]).with_suffix(".done").touch()
+"""
+    reader, writer = os.pipe()
+    process = subprocess.Popen([sys.executable, "-c", program, str(log)], stdout=writer, stderr=subprocess.DEVNULL)
+    os.close(writer)
+    assert process.wait(30) == 0
+    assert log.with_suffix(".done").exists()
+    with os.fdopen(reader) as console:
+        shown = console.read().splitlines()
+    assert log.read_text().splitlines() == [f"{number:09}" for number in range(300_000)]
+    kept, (_, note) = shown[:-2], shown[-2:]
+    assert kept == [f"{number:09}" for number in range(len(kept))] and 100_000 <= len(kept) < 200_000
+    missing = 3_000_000 - 10 * len(kept)
+    why = "because this console took no output; the log has them"
+    assert note == f"oneworld: {missing / 1e6:.2f} MB are not shown, {why}"
+
+
+def test_lines_of_two_processes_do_not_mix() -> None:
+    """Python may write a line and its end separately (python -u), and torchrun starts ranks this way."""
+    program = """
+import os, sys, time
+from rl.watch.tee import start_tee
+start_tee()
+for number in range(200):
+    os.write(1, f"{sys.argv[1]} {number} end".encode())
+    time.sleep(0.001)
+    os.write(1, b"\\n")
+"""
+    reader, writer = os.pipe()
+    processes = [subprocess.Popen([sys.executable, "-c", program, name], stdout=writer) for name in "ab"]
+    os.close(writer)
+    with os.fdopen(reader) as console:
+        lines = console.read().splitlines()
+    assert [process.wait(10) for process in processes] == [0, 0]
+    assert sorted(lines) == sorted(f"{name} {number} end" for name in "ab" for number in range(200))

@@ -29,3 +29,17 @@ def test_the_memory_of_a_node_is_that_of_its_ranks() -> None:
     assert use.take(NODE_OF) == pytest.approx({"host/memory_gb/node_0": 130 * GB, "host/memory_gb/node_1": 7 * GB})
     use.add(measurements({1: {"memory_mb": 50}}))  # a short step, in which only one watchdog had time to measure
     assert use.take(NODE_OF) == pytest.approx({"host/memory_gb/node_0": 150 * GB, "host/memory_gb/node_1": 7 * GB})
+
+
+def test_many_ranks_and_nodes_have_three_metrics_each() -> None:
+    use = ResourceUse()
+    use.add([[rank, 8, 1000 + rank, rank % 100] for rank in range(130)])
+    metrics = use.take(lambda rank: rank // 2)
+    assert metrics == pytest.approx(
+        {
+            **{"gpu/memory_gb/rank_min": 1000 * GB, "gpu/memory_gb/rank_median": 1064.5 * GB},
+            **{"gpu/memory_gb/rank_max": 1129 * GB, "gpu/utilization/rank_min": 0, "gpu/utilization/rank_max": 99},
+            **{"gpu/utilization/rank_median": 34.5},  # 0 to 29 twice, 30 to 99 once
+            **{f"host/memory_gb/node_{name}": 16 * GB for name in ("min", "median", "max")},
+        }
+    )

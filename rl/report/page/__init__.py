@@ -3,9 +3,9 @@
     read.py      what a run's folder has: rows, events, the record, responses of evaluations
     series.py    curves of metrics: smoothing, and thinning of long runs
     charts.py    charts of curves, times, events and evaluations, as Vega-Lite specifications by altair
-    samples.py   responses to the same prompts, early and late in training
+    responses.py responses to the same prompts, early and late in training
     build.py     the page: its sections, with tables and texts
-    layout.py    the parts of a page, without any format
+    parts.py     the parts of a page, without any format
     html.py      a page as one HTML file, with the script that draws the charts; style.css and draw.js are parts of it
     markdown.py  a page as Markdown, and its charts as PNGs
 

@@ -20,9 +20,9 @@ from rl.report.page.charts import (
     role_chart,
     stage_chart,
 )
-from rl.report.page.layout import Block, Chart, Page, Paragraph, Section, Table
+from rl.report.page.parts import Block, Chart, Page, Paragraph, Section, Table
 from rl.report.page.read import RunData, is_number
-from rl.report.page.samples import compare_samples
+from rl.report.page.responses import compare_responses
 
 # The metrics that are shown at once, by section. All others are shown on demand, in the section of their prefix.
 LEARNING = ["reward/mean", "reward/std", "reward/no_signal", "policy/entropy", "policy/kl_old_new", "loss/kl"]
@@ -262,7 +262,7 @@ def _since(event: Event, run: RunData) -> str:
 
 
 def _show_samples(runs: Sequence[RunData], num_prompts: int) -> Section:
-    samples = compare_samples(runs, num_prompts) if num_prompts else []
+    samples = compare_responses(runs, num_prompts) if num_prompts else []
     if not samples:
         return Section("Samples", [])
     text = (

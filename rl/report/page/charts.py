@@ -10,7 +10,7 @@ import altair as alt
 
 from rl.common.events import FREQUENT, KINDS
 from rl.report.accounting import BUSY, WAIT
-from rl.report.page.layout import Chart
+from rl.report.page.parts import Chart
 from rl.report.page.read import RunData, is_number
 from rl.report.page.series import MAX_POINTS, CurvePoint, make_curve, thin
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import vl_convert
 
-from rl.report.page.layout import Block, Chart, Page, Paragraph, SamplesOfPrompt, Section, Table
+from rl.report.page.parts import Block, Chart, Page, Paragraph, ResponsesToPrompt, Section, Table
 
 HERE = Path(__file__).parent
 
@@ -97,7 +97,7 @@ def _write_block(block: Block) -> Iterator[str]:
         yield from _write_table(block)
     elif isinstance(block, Paragraph):
         yield f"<p>{_escape(block.text)}</p>"
-    elif isinstance(block, SamplesOfPrompt):
+    elif isinstance(block, ResponsesToPrompt):
         yield from _write_samples(block)
 
 
@@ -113,7 +113,7 @@ def _write_table(table: Table) -> Iterator[str]:
     yield "</tbody></table></div>"
 
 
-def _write_samples(block: SamplesOfPrompt) -> Iterator[str]:
+def _write_samples(block: ResponsesToPrompt) -> Iterator[str]:
     yield f'<div class="prompt"><h3>{_escape(block.title)}</h3><pre>{_escape(block.prompt)}</pre>'
     if block.answer:
         yield f'<p class="note">reference answer: {_escape(block.answer)}</p>'

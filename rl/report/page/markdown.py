@@ -6,7 +6,7 @@ from typing import Any
 
 import vl_convert
 
-from rl.report.page.layout import Block, Chart, Page, Paragraph, SamplesOfPrompt, Table
+from rl.report.page.parts import Block, Chart, Page, Paragraph, ResponsesToPrompt, Table
 
 WIDTH = 640  # of a chart, in pixels
 SCALE = 2.0  # pixels of the PNG per pixel of the chart
@@ -45,7 +45,7 @@ def _write_block(block: Block) -> Iterator[str]:
             yield _plain(block.caption)
     elif isinstance(block, Paragraph):
         yield _plain(block.text)
-    elif isinstance(block, SamplesOfPrompt):
+    elif isinstance(block, ResponsesToPrompt):
         yield f"### {_plain(block.title)}"
         yield _fence(block.prompt)
         if block.answer:

@@ -27,7 +27,7 @@ class Paragraph:
 
 
 @dataclass(frozen=True)
-class Sample:
+class ShownResponse:
     """A response to a prompt. `turns` are the role and the text of each turn; a plain response is one turn."""
 
     label: str  # for example, the run and the step
@@ -36,16 +36,16 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class SamplesOfPrompt:
+class ResponsesToPrompt:
     """Responses to one prompt, which are shown side by side."""
 
     title: str
     prompt: str
     answer: str  # the reference answer; empty if there is none
-    samples: Sequence[Sample]
+    samples: Sequence[ShownResponse]
 
 
-Block = Chart | Table | Paragraph | SamplesOfPrompt
+Block = Chart | Table | Paragraph | ResponsesToPrompt
 
 
 @dataclass(frozen=True)

@@ -4,19 +4,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rl.report.page.layout import Sample, SamplesOfPrompt
+from rl.report.page.parts import ResponsesToPrompt, ShownResponse
 from rl.report.page.read import RunData, read_lines
 
 MAX_CHARS = 2000  # of a text on the page
 MAX_SETS = 3
 
 
-def compare_samples(runs: Sequence[RunData], num_prompts: int) -> list[SamplesOfPrompt]:
+def compare_responses(runs: Sequence[RunData], num_prompts: int) -> list[ResponsesToPrompt]:
     """Return the first response to the first prompts of each set, at the first and the last evaluation of each run.
 
     The prompts are not chosen by their scores, so they show neither more nor less progress than there is.
     """
-    found: list[SamplesOfPrompt] = []
+    found: list[ResponsesToPrompt] = []
     files = {run.name: run.response_files() for run in runs}
     sets = dict.fromkeys(name for by_set in files.values() for name in by_set)
     for name in list(sets)[:MAX_SETS]:
@@ -31,7 +31,7 @@ def compare_samples(runs: Sequence[RunData], num_prompts: int) -> list[SamplesOf
             samples = [_sample(label, rows[prompt]) for label, rows in columns if prompt in rows]
             row = next(rows[prompt] for _, rows in columns if prompt in rows)
             answer = _shorten(str(row.get("answer") or ""))
-            found.append(SamplesOfPrompt(f"{name}, prompt {number}", _shorten(_prompt(row)), answer, samples))
+            found.append(ResponsesToPrompt(f"{name}, prompt {number}", _shorten(_prompt(row)), answer, samples))
     return found
 
 
@@ -53,7 +53,7 @@ def _prompt(row: dict[str, Any]) -> str:
     return prompt if isinstance(prompt, str) else str(prompt)
 
 
-def _sample(label: str, row: dict[str, Any]) -> Sample:
+def _sample(label: str, row: dict[str, Any]) -> ShownResponse:
     response = row["responses"][0]
     facts = [f"score {response['score']:.3g}"] if isinstance(response.get("score"), int | float) else []
     if isinstance(response.get("num_tokens"), int):
@@ -68,7 +68,7 @@ def _sample(label: str, row: dict[str, Any]) -> Sample:
         shown = [(str(turn.get("role", "")), _shorten(str(turn.get("text", "")))) for turn in turns]
     else:
         shown = [("", _shorten(str(response.get("text", ""))))]
-    return Sample(label, ", ".join(facts), shown)
+    return ShownResponse(label, ", ".join(facts), shown)
 
 
 def _shorten(text: str) -> str:
