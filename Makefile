@@ -1,19 +1,23 @@
 # make demo         a real run on this machine: a tiny model learns addition on real vLLM engines
 # make test         the tests that every change must pass
 # make test-quick   the unit tests, 3.5 minutes on 2 cores
+# make tensorboard  the curves, samples and settings of the newest run; RUN=runs/NAME for another one
 # Others: setup, lint, test-all (adds the slow tests), clean. Every target sets up .venv first, once.
 PYTHON ?= python3
 DEVICE ?= auto
 VENV := .venv
 ACTIVATE := . $(VENV)/bin/activate
 
-.PHONY: setup demo test test-quick test-all lint clean
+.PHONY: setup demo tensorboard test test-quick test-all lint clean
 
 setup:
 	@$(PYTHON) tools/install.py --device $(DEVICE)
 
 demo: setup
 	@$(ACTIVATE) && torchrun --nproc-per-node 2 train.py run.name=demo checkpoint.resume=never $(ARGS)
+
+tensorboard: setup
+	@$(ACTIVATE) && python tools/open_tensorboard.py $(RUN) $(ARGS)
 
 test-quick: setup
 	@$(ACTIVATE) && pytest -n 2 --dist loadfile -m "not slow and not gpu" tests/unit $(ARGS)

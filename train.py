@@ -69,10 +69,11 @@ def train(world: World, actor: Actor) -> None:
                 values |= actor.sync.metrics
         try:
             with world.stage("checkpoint"):
-                actor.checkpoints.end_update(step, version, actor.sampler.save(), not actor.is_evaluation_due(step))
+                is_evaluated = not actor.is_evaluation_due(step)
+                values |= actor.checkpoints.end_update(step, version, actor.sampler.save(), is_evaluated)
             values |= evaluate(world, actor, step, version)
         finally:  # a signal may stop the run here, after this step was saved
-            reporter.report(step, version, values, batch)
+            reporter.report(step, version, values, batch, measures.histograms)
         with world.stage("checkpoint"):
             actor.checkpoints.end_step(step, values)
     with world.stage("checkpoint"):

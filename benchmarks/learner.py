@@ -18,16 +18,16 @@ from pathlib import Path
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import AutoConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, also in an environment of one's own
 
-from benchmarks.program import gpu_name, join_alone, peak_flops
+from benchmarks.program import gpu_name, join_alone
 from benchmarks.random_batch import random_batch
 from benchmarks.random_model import SHAPES, save_random_model
 from rl.config.schema import ActorConfig, Config
 from rl.learner.policy import PolicyTrainer
 from rl.learner.sharded_trainer import ShardedModel
+from rl.model.flops import ModelFlops, peak_flops
 from rl.model.load import Compute, load_model
 from rl.report.metrics import Measures
 
@@ -61,10 +61,9 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, object]:
         table = profile.key_averages().table(sort_by="self_cuda_time_total", row_limit=40, max_name_column_width=70)
         Path(args.profile).write_text(table)
     step_s = statistics.median(seconds[WARM_UP_ROUNDS:])
-    peak = peak_flops()
+    peak = peak_flops(gpu_name())
     tokens = args.sequences * args.length
-    layers = AutoConfig.from_pretrained(folder).num_hidden_layers
-    attention = 6 * layers * shape.heads * (shape.head_dim or shape.hidden // shape.heads) * args.length
+    flops = ModelFlops.of(model).of_update(lengths.tolist())
     memory_gib = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
     return {
         "benchmark": "learner",
@@ -80,7 +79,7 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, object]:
         "first_s": round(seconds[0], 2),
         "tokens_per_s": round(tokens / step_s),
         "mfu": round(6 * num_parameters * tokens / step_s / peak, 4) if peak else None,
-        "mfu_with_attention": round((6 * num_parameters + attention) * tokens / step_s / peak, 4) if peak else None,
+        "mfu_with_attention": round(flops / step_s / peak, 4) if peak else None,
         "peak_allocated_gib": round(memory_gib, 1),
     }
 

@@ -73,7 +73,7 @@ class Clock:
 class SleepingEngine:
     """An engine without a model. The seed of a request determines the length of its response."""
 
-    name, notice = "modelled", ""
+    name, notice, kv_bytes, kv_use = "modelled", "", 0, None
 
     def __init__(self, clock: Clock, costs: Costs, mean: int, prompt: int, max_num_seqs: int):
         self.version = 0

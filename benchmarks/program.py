@@ -13,16 +13,9 @@ import torch.distributed as dist
 
 from launch.environment import ROOT, TORCHRUN, activated_environment
 
-PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # dense, in bfloat16
-
 
 def gpu_name() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-
-
-def peak_flops() -> float | None:
-    """Return the peak of this machine's GPU in bfloat16, or None if it is not known."""
-    return next((flops for name, flops in PEAK_FLOPS.items() if name in gpu_name()), None)
 
 
 def join_alone(device: torch.device) -> dist.ProcessGroup:

@@ -50,11 +50,12 @@ from transformers import AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, also in an environment of one's own
 
-from benchmarks.program import gpu_name, peak_flops, run_torchrun
+from benchmarks.program import gpu_name, run_torchrun
 from benchmarks.random_model import SHAPES, save_random_model
 from rl.config.schema import ROOT
 from rl.data.batch import Batch
 from rl.data.group_file import groups_from_bytes
+from rl.model.flops import peak_flops
 
 WARM_UP_STEPS = 2
 STAGES = ("handover", "rollout", "logprobs", "advantages", "update", "sync")
@@ -248,7 +249,7 @@ def figures_of(
     shape = SHAPES[args.model]
     width = shape.heads * (shape.head_dim or shape.hidden // shape.heads)
     update, attention = 6 * num_parameters * work.num_tokens, 6 * shape.layers * width * work.squares
-    peak = peak_flops()
+    peak = peak_flops(gpu_name())
 
     def mfu(flops: float, stage: str) -> float | None:
         time_s = seconds.get(stage, 0.0)

@@ -238,7 +238,11 @@ while :; do
   fi
   short=$((short + 1))
   if [ "$short" -ge "$max_attempts" ]; then
-    echo "oneworld: gave up: $short attempts in a row ended within $lasted_s s (ONEWORLD_MAX_ATTEMPTS)" >&2
+    reason="gave up: $short attempts in a row ended within $lasted_s s (ONEWORLD_MAX_ATTEMPTS)"
+    echo "oneworld: $reason" >&2
+    if [ "$nnodes" = 1 ] || [ "$node_rank" = 0 ]; then
+      python -m rl.watch.webhook "$run" "$SECONDS" "$reason" || true # does nothing without ONEWORLD_WEBHOOK
+    fi
     exit 1
   fi
   echo "oneworld: torchrun ended with status $status after $took s; restarts in $delay s" >&2

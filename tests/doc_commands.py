@@ -80,6 +80,11 @@ ELSEWHERE = (
     }
     | {
         "make demo": ("tests/e2e/test_demo.py", '"make", "demo"'),
+        "make tensorboard": ("Makefile", "tools/open_tensorboard.py $(RUN)"),
+        "python -m tests.browser.board_pages docs": (
+            "tests/browser/test_tensorboard_pages.py",
+            "take_pictures(pages, tmp_path)",
+        ),
         "make test": (".github/workflows/test.yml", "run: make test"),
         "make test-quick": ("Makefile", "test-quick:"),
         "make setup": ("Makefile", "lint: setup"),
@@ -101,6 +106,14 @@ ELSEWHERE = (
             "tests/search_checks.py",
             'str(FILE), str(source), "--output"',
         ),
+        "python tools/report.py runs/demo": ("tests/browser/test_report_pages.py", '"report.py"), str(run)'),
+        "python tools/report.py RUN": ("tests/browser/test_report_pages.py", '"report.py"), str(run)'),
+        "python tools/report.py runs/x runs/y": (
+            "tests/browser/test_report_pages.py",
+            '"report.py"), *map(str, folders)',
+        ),
+        "python tools/report.py RUN --format md": ("tests/unit/test_report.py", '[str(run), "--format", "md"'),
+        "python tools/suggest_placement.py runs/x": ("tests/unit/test_suggest.py", '"tools/suggest_placement.py"'),
         "python benchmarks/weight_sync.py": ("tests/e2e/test_benchmarks.py", '"weight_sync"'),
         "python tools/jobs.py submit --hosts hosts.txt x --config my.yaml": ("tests/e2e/test_launch_ssh.py", "--hosts"),
         'python tools/jobs.py submit --slurm="--nodes 4 --gpus-per-node 8" x --config my.yaml': (

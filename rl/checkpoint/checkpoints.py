@@ -1,4 +1,5 @@
-"""The training loop's interface to checkpoints: when to save what, which steps to keep, what to do on a signal."""
+"""The training loop's interface to checkpoints: when to save what, which steps to keep, what to do on a signal, or when
+a health rule ends the run."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple
@@ -12,8 +13,10 @@ from rl.config.schema import CheckpointConfig, ConfigError
 from rl.data.rollout_state import RolloutState
 from rl.learner.critic import CriticTrainer
 from rl.learner.policy import PolicyTrainer
+from rl.watch.reports import UnhealthyRun
 
-SaveAction = Literal["save", "stop"]  # the actions of rl/world/orders.py that save
+SaveAction = Literal["save", "stop", "save and fail", "fail"]  # the actions of rl/world/orders.py that save or end
+ENDS: tuple[SaveAction, ...] = ("stop", "save and fail", "fail")  # those that end the run
 # If tokens have lags, a step has these metrics only if it has tokens of lag 0, or tokens of a larger lag.
 METRICS_OF_LAGS, LAG = ("policy/mismatch_kl", "policy/staleness_kl"), "rollout/lag_max"
 
@@ -48,6 +51,7 @@ class Checkpoints:
         self._is_updating = False  # the policy may have changed since the last `end_update`
         self._is_ending = False  # the update of a step has ended, but not its evaluation
         self._postponed: set[SaveAction] = set()  # until `end_update` or `end_step`
+        self.failure = ""  # on the leader: why a health rule ends the run
         if resume is not None and resume.is_own:
             self._saved_step = resume.manifest.step
             self._unprobed_step = 0 if resume.has_probe else resume.manifest.step
@@ -61,9 +65,12 @@ class Checkpoints:
         self.wait_copied()
         self._is_updating = True
 
-    def end_update(self, step: int, version: int, rollouts: RolloutState, is_evaluated: bool = False) -> None:
+    def end_update(
+        self, step: int, version: int, rollouts: RolloutState, is_evaluated: bool = False
+    ) -> dict[str, float]:
         """Record the state after a step's update. Any save before the next update saves this state. Stop if that was
-        ordered since `begin_update`. `is_evaluated` means that no evaluation of this step follows."""
+        ordered since `begin_update`. `is_evaluated` means that no evaluation of this step follows. Return the metrics
+        of the last save, if it has ended since the last call."""
         state: dict[str, Any] = {"version": version, "num_updates": self._learner.num_updates, "origin": self._origin}
         state |= {"is_evaluated": is_evaluated, "kl_coef": self._learner.kl_coef}
         if self._critic is not None:
@@ -71,8 +78,13 @@ class Checkpoints:
         self._ended = (step, state | rollouts.facts, get_rng_states(), rollouts.write)
         self._is_updating, self._is_ending = False, True
         self._add_probe()
-        if "stop" in self._postponed:
-            self.execute("stop")
+        for action in ENDS:
+            if action in self._postponed:
+                self.execute(action)
+        times = self._saver.take_times()
+        return (
+            {} if times is None else {"perf/checkpoint_s": times.seconds, "perf/checkpoint_blocked_s": times.blocked_s}
+        )
 
     def end_step(self, step: int, values: Mapping[str, float]) -> None:
         """Start a save if a checkpoint is due. `values` are the metrics of the step."""
@@ -92,21 +104,25 @@ class Checkpoints:
         self._saver.wait_copied()
 
     def execute(self, action: SaveAction) -> None:
-        """Save, or save and stop, after a signal. All actors call this while they wait for rollouts.
+        """Save or end, after a signal or for a health rule. All actors call this while they wait for rollouts.
 
         If they wait for the round that engines sample during the update (rollout.ahead), the action is postponed to
         `end_update`, because the round belongs to the state after the update. During an evaluation, a save is postponed
-        to `end_step`, because the result decides which step is best. With save_interval=-1, a stop does not save.
+        to `end_step`, because the result decides which step is best. With save_interval=-1, only
+        "save" saves. "fail" never does: the weights may be spoilt, and their checkpoint could replace a good one.
         """
         if self._is_updating or (action == "save" and self._is_ending):
             self._postponed.add(action)
             return
-        if action == "save" or self._config.save_interval >= 0:
+        if action == "save" or (action != "fail" and self._config.save_interval >= 0):
             self._save()
-        if action == "stop":
+        if action in ENDS:
             # The probe is a collective that needs the weights. If ranks offload them, the resumed run computes it.
             self.close(with_probe=not self._learner.offloads)
-            self._saver.stop(self._describe_saved())
+            saved = self._describe_saved()
+            if action == "stop":
+                self._saver.stop(saved)
+            self._saver.stop(f"{self.failure} The newest checkpoint: {saved}", UnhealthyRun)
 
     def _describe_saved(self) -> str:
         if self._saved_step:

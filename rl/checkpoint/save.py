@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -26,8 +26,10 @@ from rl.checkpoint.manifest import CheckpointError, File, Manifest, step_folder
 from rl.checkpoint.snapshot import HostCopier, Snapshot
 from rl.checkpoint.store import POLL_S, CheckpointStore
 from rl.checkpoint.write import CheckpointWriter, RunDescription, StoredFile
+from rl.common.events import write_event
 from rl.placement.roles import Placement
 from rl.watch.heart import OWN
+from rl.watch.ledger import DISK, Awaited
 from rl.world.faults import Stopped
 from rl.world.messages import Letter, Mailbox, Message, waiting
 from rl.world.world import World
@@ -42,12 +44,19 @@ class FilesWritten(Message):
 
     step: int
     rank_state: dict[str, Any]
-    awaited = "the other ranks' files of the checkpoint"
+    awaited = Awaited("the other ranks' files of the checkpoint", DISK)
 
 
 @dataclass(frozen=True)
 class StepCommitted(Message):
     """Tell an actor that the step is committed on all nodes."""
+
+
+class SaveTimes(NamedTuple):
+    """How long a save took, from its start to the commit on all nodes, and how long the loop waited for saves."""
+
+    seconds: float
+    blocked_s: float = 0.0
 
 
 def receive_files(
@@ -88,6 +97,8 @@ class Saver:
         self._copied.set()
         self._idle.set()
         self._has_warned_about_copies = False
+        self._blocked_s = self._started_at = 0.0
+        self._times: SaveTimes | None = None
         self._mail.on(StepCommitted, lambda letter: self._idle.set())
         threading.Thread(target=self._serve, name="checkpoint", daemon=True).start()
 
@@ -98,6 +109,7 @@ class Saver:
     def start(self, snapshot: Snapshot) -> None:
         """Start a save, which continues in the background."""
         assert self._idle.is_set(), "one save at a time"
+        self._started_at = time.monotonic()
         self._copied.clear()
         self._idle.clear()
         self._work.put((snapshot.step, partial(self._save, snapshot, self._copier.record_event())))
@@ -114,6 +126,13 @@ class Saver:
         """Wait until no save is in flight."""
         self._wait(self._idle)
 
+    def take_times(self) -> SaveTimes | None:
+        """Return the times of the save that was committed since the last call, if there is one. Only on the leader."""
+        taken, self._times = self._times, None
+        if taken is not None:
+            taken, self._blocked_s = taken._replace(blocked_s=self._blocked_s), 0.0
+        return taken
+
     def wait_done(self) -> None:
         """Wait until everything requested so far is on disk."""
         self.wait_committed()
@@ -121,17 +140,19 @@ class Saver:
         self._work.put((0, done.set))
         self._wait(done)
 
-    def stop(self, text: str) -> None:
-        """End the run. The leader raises Stopped. The other ranks wait until that ends the world."""
+    def stop(self, text: str, error: type[Exception] = Stopped) -> None:
+        """End the run. The leader raises the error. The other ranks wait until that ends the world."""
         if self.is_leader:
-            raise Stopped(f"{text} (run.name={self._run.name})")
+            raise error(f"{text} (run.name={self._run.name})")
         self._wait(threading.Event())  # raises when the world ends
 
     def _wait(self, event: threading.Event) -> None:
+        began = time.monotonic()
         while not event.is_set():
-            with waiting(what := self._waits_for):
+            with waiting(Awaited(what := self._waits_for, DISK)):
                 while what == self._waits_for and not event.wait(POLL_S):
                     self._mail.check()
+        self._blocked_s += time.monotonic() - began
 
     def _serve(self) -> None:
         while True:
@@ -184,7 +205,9 @@ class Saver:
         if old:
             store.call_all(CheckpointDirectory.remove, save_id, old)
             self.steps -= set(old)
+        write_event(store.root.parent, "checkpoint", step, f"step {step} is saved")
         self._warn_about_copies(files)
+        self._times = SaveTimes(time.monotonic() - self._started_at)
         for rank in self._placement.actors:
             self._mail.send(rank, StepCommitted())
 

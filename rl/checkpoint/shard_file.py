@@ -40,8 +40,14 @@ def rows_to_write(kind: str, name: str, dtype: str, shape: tuple[int, ...], firs
     return Slice(kind, name, dtype, shape, offsets, size, begin=0, num_bytes=num_bytes, digest="")
 
 
-def write_shard(path: Path, contents: Sequence[Content], about: dict[str, Any]) -> File:
-    """Write and sync a new file. `about` (run, step, save) goes into its header."""
+def write_shard(
+    path: Path,
+    contents: Sequence[Content],
+    about: dict[str, Any],
+    count: Callable[[int], None] = lambda num_bytes: None,
+) -> File:
+    """Write and sync a new file. `about` (run, step, save) goes into its header. `count` gets the bytes of slices as
+    they are written."""
     # The widest dtype comes first, so that all slices are aligned.
     contents = sorted(contents, key=lambda content: -ITEM_BYTES[content.part.dtype])
     slices = {part.key: {"shape": part.shape, "offsets": part.offsets} for part, _ in contents}
@@ -57,6 +63,7 @@ def write_shard(path: Path, contents: Sequence[Content], about: dict[str, Any]) 
                     chunk = piece[start : start + CHUNK_BYTES]
                     hasher.update(chunk)
                     file.write(chunk)
+                    count(len(chunk))
             assert file.num_bytes - begin == part.num_bytes, part
             parts.append(part._replace(begin=begin, digest=hasher.hexdigest()))
     return File(path.name, file.num_bytes, file.digest, (), tuple(parts))

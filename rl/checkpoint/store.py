@@ -19,6 +19,7 @@ import msgspec
 from rl.checkpoint.directory import CheckpointDirectory, StepsListed
 from rl.checkpoint.manifest import CheckpointError
 from rl.watch.lease import Lease
+from rl.watch.ledger import DISK, Awaited
 from rl.world.messages import Letter, Mailbox, Message, waiting
 
 POLL_S = 0.2
@@ -114,7 +115,7 @@ class CheckpointStore:
 
     def wait(self, future: Future[R]) -> R:
         """Wait for a result and return it. Raise if the world ends in the meantime."""
-        with waiting("an answer about checkpoints"):
+        with waiting(Awaited("an answer about checkpoints", DISK)):
             while True:
                 try:
                     return future.result(timeout=POLL_S)

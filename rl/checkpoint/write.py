@@ -16,6 +16,7 @@ from rl.checkpoint.directory import CheckpointDirectory
 from rl.checkpoint.manifest import GROUPS, PROBE, TORCH_DTYPES, File, Slice
 from rl.checkpoint.snapshot import Snapshot
 from rl.checkpoint.store import MESSAGE_BYTES, CheckpointStore
+from rl.common.bars import BARS
 from rl.model.shards import TensorInfo
 from rl.placement.roles import Placement
 from rl.watch.heart import HEART
@@ -88,7 +89,10 @@ class CheckpointWriter:
                 contents["model" if stored == "model" else "optimizer"].append(content)
         about = {"run_id": self._store.run_id, "step": snapshot.step, "save_id": save_id}
         suffix = f"{shard:05d}-of-{num_shards:05d}.safetensors"
-        return [shard_file.write_shard(folder / f"{name}-{suffix}", held, about) for name, held in contents.items()]
+        num_bytes = sum(content.part.num_bytes for held in contents.values() for content in held)
+        with BARS.open(f"checkpoint {snapshot.step}", num_bytes, "B") as count:
+            files = {name: folder / f"{name}-{suffix}" for name in contents}
+            return [shard_file.write_shard(files[name], held, about, count) for name, held in contents.items()]
 
     def _write_groups(self, folder: Path, data: bytes) -> File:
         """Write this actor's groups. The manifest lists the file as one slice, so that it is read as slices are."""

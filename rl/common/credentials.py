@@ -5,7 +5,7 @@ import re
 from base64 import b64encode
 from collections.abc import Mapping
 
-NAME = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS|KEY|KEY_ID)$", re.IGNORECASE)
+NAME = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS|KEY|KEY_ID|WEBHOOK)$", re.IGNORECASE)
 LOGIN = re.compile(r"(?<=://)[^/\s@'\"]+@")  # user:password@ in a URL
 MIN_CHARS = 8  # replacing shorter values, such as 1, would hide ordinary text
 

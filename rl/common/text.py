@@ -1,4 +1,4 @@
-"""Format sizes, ranks and counts for messages, and parse sizes."""
+"""Format sizes, ranks, counts and durations for messages, and parse sizes."""
 
 from collections.abc import Iterable, Sequence
 
@@ -43,3 +43,11 @@ def format_ranks(ranks: Sequence[int]) -> str:
 def count_of(number: int, noun: str) -> str:
     """Return a counted noun: 1 rank, 2 ranks."""
     return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def format_duration(seconds: float) -> str:
+    """Return a duration: 45 s, 3 min 20 s, 2 h 5 min."""
+    minutes, left = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {left} s" if minutes else f"{left} s"
+    return f"{minutes // 60} h {minutes % 60} min"

@@ -148,6 +148,9 @@ def _typed(values: dict) -> Config:
             raise ConfigError(f"{section}: got {got}; it must be a section with keys, or be left out")
     if values.get("sync", {}).get("verify") is False:
         values["sync"]["verify"] = "off"  # YAML reads a bare `off` as a boolean
+    actions = values.get("health", {}).get("actions")
+    if isinstance(actions, dict):
+        values["health"]["actions"] = {rule: "off" if action is False else action for rule, action in actions.items()}
     kinds = {name: entry.type for name, entry in keys_of(Config)}
     _fill_empty(values, kinds)
     if "class" in values.get("environment", {}):

@@ -7,7 +7,9 @@ devices.
 import math
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
+from ipaddress import ip_address
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -46,6 +48,13 @@ class Allowed(NamedTuple):
     accepts: Callable[[Any], object]
 
 
+def _is_address(text: str) -> bool:
+    """Return whether a text is an IP address."""
+    with suppress(ValueError):
+        return bool(ip_address(text))
+    return False
+
+
 POSITIVE = Allowed("greater than 0", lambda value: 0 < value < math.inf)
 POSITIVE_OR_INF = Allowed("greater than 0", lambda value: value > 0)
 NOT_NEGATIVE = Allowed("at least 0", lambda value: 0 <= value < math.inf)
@@ -61,6 +70,7 @@ FINITE = Allowed("a finite number", math.isfinite)
 PATH = Allowed("a path", bool)
 COLUMN = Allowed("the name of a column", bool)
 MODEL = Allowed("a directory or a hub name", bool)
+ADDRESS = Allowed("an IP address, such as 127.0.0.1", _is_address)
 DIRECTORY_NAME = Allowed(
     "a printable directory name without '/', other than '.' and '..' (run.dir is the path)",
     lambda name: not name or ("/" not in name and is_plain(name)),
@@ -75,6 +85,14 @@ PROJECT = Allowed("a name of letters, digits, '_', '-' and '.'", lambda name: re
 WRITER_NAMES = Allowed(
     f"a list of different names among {', '.join(WRITERS)}",
     lambda names: len(set(names)) == len(names) and set(names) <= set(WRITERS),
+)
+HEALTH_RULES = (
+    *("reward_flat", "no_signal", "entropy", "mismatch", "truncation", "gradient_spikes", "skipped_steps", "timeouts"),
+    *("waiting", "host_memory", "lag"),
+)
+HEALTH_ACTIONS = Allowed(
+    f"a mapping of rules ({', '.join(HEALTH_RULES)}) to warn, stop or off",
+    lambda actions: set(actions) <= set(HEALTH_RULES) and set(actions.values()) <= {"warn", "stop", "off"},
 )
 HUB_NAME = Allowed("ORG/NAME, NAME or empty", re.compile(r"([\w.-]+(/[\w.-]+)?)?", re.ASCII).fullmatch)
 
@@ -341,7 +359,6 @@ class AlgoConfig:
     certainty_coef: float = key(
         0.0, "Intuitor: weight of a response's mean self-certainty in its reward; 0: none.", FINITE
     )
-    collapse_entropy: float = key(0.02, "With certainty_coef: warn if the entropy per token is lower.", NOT_NEGATIVE)
     num_mini_batches: int = key(1, "Number of optimizer steps per pass over a batch.", POSITIVE)
     num_epochs: int = key(1, "Number of passes over a batch.", POSITIVE)
     old_logprobs: Literal["auto", "always", "rollout"] = key(
@@ -539,6 +556,57 @@ class MetricsConfig:
     )
     samples_interval: int = key(10, "Write sample responses to TensorBoard every N steps; 0: never.", NOT_NEGATIVE)
     num_samples: int = key(4, "Number of sample responses to write.", NOT_NEGATIVE)
+    prometheus_port: int = key(
+        0,
+        "Port on which the leader serves the metrics of the last step to Prometheus; 0: off. See docs/health.md.",
+        PORT,
+    )
+    prometheus_address: str = key(
+        "127.0.0.1",
+        "Address on which it listens. Everybody who reaches another address can read the metrics. See "
+        "docs/security.md.",
+        ADDRESS,
+    )
+
+
+@dataclass(frozen=True)
+class HealthConfig:
+    """Rules over the metrics of recent steps, which warn or end the run: docs/health.md."""
+
+    actions: dict[str, str] = key(
+        {},
+        "What rules do, by name: warn, stop or off, such as {truncation: stop, waiting: off}. By default "
+        "skipped_steps stops the run, and the others warn.",
+        HEALTH_ACTIONS,
+    )
+    num_steps: int = key(10, "Number of recent steps that a rule looks at. It is silent before.", POSITIVE)
+    min_entropy: float = key(
+        0.02, "entropy: smallest entropy per token while the mean reward is below 0.9 and does not rise.", NOT_NEGATIVE
+    )
+    max_mismatch_kl: float = key(
+        0.02,
+        "mismatch: largest mean KL between engine and learner. rollout.max_mismatch_kl ends the run before a batch is "
+        "trained on.",
+        POSITIVE,
+    )
+    max_truncated: float = key(0.5, "truncation: largest share of truncated responses.", UP_TO_1)
+    max_grad_norm_ratio: float = key(
+        10.0,
+        "gradient_spikes: largest gradient norm, compared with the median of earlier steps. Norms up to "
+        "actor.max_grad_norm do not count.",
+        ABOVE_1,
+    )
+    max_skipped_steps: int = key(
+        5, "skipped_steps: number of steps in a row with infinite or NaN gradients after which the run stops.", POSITIVE
+    )
+    max_timeouts: float = key(0.05, "timeouts: largest share of samples whose scoring timed out or crashed.", UP_TO_1)
+    max_waiting: float = key(0.5, "waiting: largest share of a step in which the ranks of a role wait.", UP_TO_1)
+    max_memory_growth: float = key(
+        0.2, "host_memory: largest growth of a node's memory, as a share of it, over 10 times num_steps.", POSITIVE
+    )
+    max_lag: float = key(
+        0.8, "lag: largest mean lag, as a share of the bound of the lag if that is 2 or more.", UP_TO_1
+    )
 
 
 @dataclass(frozen=True)
@@ -603,6 +671,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    health: HealthConfig = field(default_factory=HealthConfig)
     world: WorldConfig = field(default_factory=WorldConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
 

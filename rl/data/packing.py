@@ -79,7 +79,8 @@ def cut_together(batch: Batch, max_tokens: int, hidden_size: int, pg: dist.Proce
     no rank has a sequence.
     """
     count = torch.tensor([count_micro_batches(batch.lengths.tolist(), max_tokens)])
-    dist.all_reduce(count, op=dist.ReduceOp.MAX, group=pg)
+    with HEART.in_collective("actor"):
+        dist.all_reduce(count, op=dist.ReduceOp.MAX, group=pg)
     return cut(batch, max_tokens, hidden_size, max(1, int(count)))
 
 

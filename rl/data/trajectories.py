@@ -35,6 +35,8 @@ class Trajectory:
     engine: str
     num_preemptions: int
     num_kept_tokens: int
+    num_read_tokens: int = 0
+    num_cached_tokens: int = 0
 
     @property
     def has_score(self) -> bool:
@@ -52,12 +54,15 @@ class _Facts:
     engine: str
     num_preemptions: int
     num_kept_tokens: int
+    num_read_tokens: int = 0  # files of earlier versions lack the last two
+    num_cached_tokens: int = 0
 
 
 def write_trajectory(folder: Path, key: GroupKey, group: Trajectory, step: int, provenance: Provenance) -> None:
     """Write a group to its file in a step's folder."""
     state: State = "queued" if group.batch.ended is None else "carried"
-    facts = _Facts(step, provenance, group.engine, group.num_preemptions, group.num_kept_tokens)
+    numbers = (group.num_preemptions, group.num_kept_tokens, group.num_read_tokens, group.num_cached_tokens)
+    facts = _Facts(step, provenance, group.engine, *numbers)
     data = groups_to_bytes([StoredGroup(key.number, group.batch, group.scores, state)], vars(facts))
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / key.file, data)  # a crash of the machine may damage it, which a reader notices
@@ -77,7 +82,8 @@ def read_trajectory(key: GroupKey, data: bytes | bytearray) -> Trajectory:
                 f"the results of its reward functions must have {', '.join(sorted(RESULT))}, and perhaps "
                 f"{', '.join(sorted(RESULT_OF_CONVERSATION))}"
             )
-    return Trajectory(group.batch, results, facts.engine, facts.num_preemptions, facts.num_kept_tokens)
+    numbers = (facts.num_preemptions, facts.num_kept_tokens, facts.num_read_tokens, facts.num_cached_tokens)
+    return Trajectory(group.batch, results, facts.engine, *numbers)
 
 
 def read_provenance(path: Path) -> Provenance:

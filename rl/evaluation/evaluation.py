@@ -11,8 +11,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from torch.utils.tensorboard import SummaryWriter
-
 from rl.common.files import write_atomically
 from rl.config.schema import Config
 from rl.data.batch import Batch
@@ -20,10 +18,12 @@ from rl.data.conversations import read_conversations
 from rl.data.prompts import Prompt, Tokenizer
 from rl.evaluation.estimates import estimate, majority, pass_at, powers_of_two
 from rl.placement.roles import Placement
+from rl.report.tensorboard import EventWriter
 from rl.rewards.find import read_rules
 from rl.rollout.collect import Results, Rollouts
 from rl.rollout.dispatch import Sampling
 from rl.watch.heart import HEART
+from rl.watch.ledger import Awaited
 from rl.world.messages import Mailbox, Message
 
 PASSING_SCORE = 1.0
@@ -35,7 +35,7 @@ class Evaluated(Message):
 
     values: dict[str, float]
 
-    awaited = "the evaluation"
+    awaited = Awaited("the evaluation", "actor")
 
 
 @dataclass(frozen=True)
@@ -156,9 +156,9 @@ def is_evaluation_due(config: Config, step: int) -> bool:
 
 def show_evaluation(folder: Path, step: int, values: Mapping[str, float]) -> None:
     """Write the metrics to the console and to TensorBoard."""
-    with SummaryWriter(str(folder / "eval")) as board:
-        for name, value in values.items():
-            board.add_scalar(name, value, step)
+    board = EventWriter(folder / "eval", purge_step=step)
+    board.write(step, values)
+    board.close()
     for name in [name for name in values if f"{name}_low" in values]:
         low, high = values[f"{name}_low"], values[f"{name}_high"]
         print(f"step {step}  {name.removeprefix('eval/')}  {values[name]:.4f}  ({low:.4f} to {high:.4f})", flush=True)

@@ -3,7 +3,6 @@
 Cards are published, so they contain no host names, and only the last part of a path.
 """
 
-import dataclasses
 import html
 import math
 import re
@@ -15,7 +14,8 @@ from typing import Any
 import yaml
 
 from rl.checkpoint.manifest import Manifest
-from rl.config.schema import Config, resolve_path
+from rl.config.differences import LOCAL_SETTINGS, default_settings, flatten
+from rl.config.schema import resolve_path
 from rl.export.reward_curve import Points, draw_curve
 
 REWARD, ACCURACY = "reward/mean", "eval/accuracy"
@@ -31,7 +31,6 @@ ADVANTAGES = {
     "gae": "PPO with a critic",
 }
 LOSSES = {"clip": "clipped-ratio", "gspo": "GSPO", "cispo": "CISPO"}
-LOCAL_SETTINGS = ("run.dir", "run.name")  # not shown, because they say nothing about the model
 
 
 def model_card(manifest: Manifest, metrics: Sequence[Mapping[str, Any]], dtype: str) -> dict[str, bytes]:
@@ -101,10 +100,10 @@ def _figures(manifest: Manifest, series: Mapping[str, Points]) -> str:
 
 
 def _differences(config: Mapping[str, Any]) -> str:
-    defaults = _flat(dataclasses.asdict(Config()))
+    defaults = default_settings()
     rows = [
         [_code(name), _code(value), _code(defaults.get(name, ""))]
-        for name, value in _flat(config).items()
+        for name, value in flatten(config).items()
         if name not in LOCAL_SETTINGS and (name not in defaults or value != defaults[name])
     ]
     return _table(["setting", "value", "default"], rows) if rows else "None."
@@ -112,17 +111,6 @@ def _differences(config: Mapping[str, Any]) -> str:
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *rows])
-
-
-def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings by dotted name. The placement is a single value."""
-    flat: dict[str, Any] = {}
-    for section, values in config.items():
-        if isinstance(values, Mapping) and section != "placement":
-            flat |= {f"{section}.{name}": value for name, value in values.items()}
-        else:
-            flat[section] = values
-    return flat
 
 
 def _without_paths(value: Any) -> Any:

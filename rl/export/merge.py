@@ -5,15 +5,12 @@ find --> check that it is complete --> gather from other nodes --> merge, check 
 
 import json
 import shutil
-import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from tqdm import tqdm
 
 from rl.checkpoint.manifest import PROBE, step_folder
 from rl.checkpoint.shard_file import digest
@@ -26,11 +23,11 @@ from rl.export.gather import Gatherer
 from rl.export.plan import index_of, lay_out, read_tensors
 from rl.export.upload import HubRepository, name_for_run
 from rl.export.work_folder import RECORD, WorkFolder, find_gathered, read_record
-from rl.export.write import CorruptFile, Merger, OpenFiles, Progress
+from rl.export.write import CorruptFile, Merger, OpenFiles
+from rl.report.bars import show_bytes
 from rl.report.printing import print_and_go_on
 
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-LOG_INTERVAL_S = 10.0  # between lines of progress in a log file
 
 
 @dataclass(frozen=True)
@@ -178,11 +175,11 @@ class CheckpointMerge:
                 try:
                     self._open_local(opened)  # before gathering, which may take hours
                     if remote := checkpoint.remote_files():
-                        with _progress_bar("gather", sum(file.num_bytes for file in remote)) as count:
+                        with show_bytes("gather", sum(file.num_bytes for file in remote)) as count:
                             Gatherer(checkpoint, self._work.shards, count).fetch(remote)
                         self._open_local(opened)
                     files = self._read_model_files(opened)
-                    with _progress_bar("merge", sum(output.num_bytes for output in self._outputs)) as count:
+                    with show_bytes("merge", sum(output.num_bytes for output in self._outputs)) as count:
                         Merger(opened, self._work.model, options.verify_digests, count).write(self._outputs)
                     break
                 except CorruptFile as error:
@@ -259,16 +256,3 @@ class CheckpointMerge:
             )
         difference = compare_logits(output, data, checkpoint.manifest.config["model"]["dtype"], self._dtype)
         print_and_go_on(f"logits equal those of the policy at the save: relative difference {difference:.2g}")
-
-
-@contextmanager
-def _progress_bar(title: str, num_bytes: int) -> Iterator[Progress]:
-    interval = 0.1 if sys.stderr.isatty() else LOG_INTERVAL_S
-    options = {"unit": "B", "unit_scale": True, "mininterval": interval, "maxinterval": interval}
-    with tqdm(desc=title, total=num_bytes, **options) as bar:
-
-        def count(num_bytes: int) -> None:
-            with bar.get_lock():  # many threads count
-                bar.update(num_bytes)
-
-        yield count

@@ -15,7 +15,8 @@ from rl.algo.kl import kl_penalty
 from rl.algo.segments import sequence_sums
 from rl.config.schema import AlgoConfig
 from rl.data.batch import Batch
-from rl.report.metrics import Measures
+from rl.report.metrics import Measures, variance
+from rl.watch.heart import HEART
 
 
 def assign_credit(
@@ -65,15 +66,25 @@ def assign_credit(
             credit, returns = rules.gae(token_rewards, values, segments, algo.gamma, algo.lam)
             fields["returns"] = batch.at_responses(returns)
             measures.mean("critic/return_mean", returns.sum(), len(returns))
+            terms = (rules.moments(returns), rules.moments(returns.double() - values.double()))
+            measures.combine("critic/explained_variance", terms, _explained_variance)
         else:
             gamma = algo.gamma if algo.advantage == "reinforce_pp" else 1.0
             credit = rules.returns_to_go(token_rewards, segments, gamma)
     if is_standardized:
         moments = rules.moments(credit)
-        dist.all_reduce(moments, group=pg)
+        with HEART.in_collective("actor"):
+            dist.all_reduce(moments, group=pg)
         credit = rules.standardize(credit, moments)
     fields["advantages"] = batch.at_responses(credit)
     return whole.replace(**{name: whole.at_sequences(kept, field) for name, field in fields.items()})
+
+
+def _explained_variance(sums: list[float]) -> float | None:
+    """Return which share of the variance of returns the critic's values explain. Return None for equal returns. The
+    sums are the moments of the returns, and those of the returns minus the values."""
+    of_returns, of_errors = variance(*sums[:3]), variance(*sums[3:])
+    return 1 - of_errors / of_returns if of_returns else None
 
 
 def _with_kl(rewards: Tensor, kl: Tensor | None, kl_coef: float, segments: Tensor, lengths: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from rl.report.metrics import Measures
 
 
 class CriticTrainer(ShardedTrainer):
-    kind, metric, outputs, remedy = "critic", "critic", "values of the critic", ""
+    kind, metric, outputs = "critic", "critic", "values of the critic"
 
     def __init__(self, sharded: ShardedModel, config: Config):
         settings = TrainerSettings(config.critic.lr, config.critic_offload, config.critic_max_tokens)

@@ -22,6 +22,7 @@ from rl.learner.credit import assign_credit
 from rl.learner.policy import PolicyTrainer
 from rl.learner.scoring import PendingScores, Scorer
 from rl.report.metrics import Measures
+from rl.watch.heart import HEART
 
 STANDARDIZED = ("reinforce_pp", "reinforce_pp_baseline", "gae")  # built-in advantages with statistics of the batch
 
@@ -86,7 +87,8 @@ class OverlappedUpdate:
     def wait_scored(self) -> None:
         """Wait until no inference rank computes for any actor. This is a collective."""
         self._scorer.wait()
-        dist.all_reduce(torch.zeros(1), group=self._pg)
+        with HEART.in_collective("actor"):
+            dist.all_reduce(torch.zeros(1), group=self._pg)
 
     def add_last(self, groups: Sequence[Batch]) -> Batch:
         """Take this actor's groups of the last part. Return its groups of all parts, without scores."""

@@ -172,14 +172,16 @@ class PolicyTrainer(ShardedTrainer):
         weights = self._move(weights)
         measures.mean("loss/policy", (loss * weights).sum(), denominator)
         if algo.has_kl_in_loss:
-            kl = self._kl(micro_batch, scores)
-            loss = loss + self.kl_coef * kl
-            measures.mean("loss/kl", kl.sum(), count)
+            reference_kl = self._kl(micro_batch, scores)
+            loss = loss + self.kl_coef * reference_kl
+            measures.mean("loss/kl", reference_kl.sum(), count)
         if algo.entropy_coef:
             loss = loss - algo.entropy_coef * scores.entropy
         ((loss * weights).sum() * scale).backward()
         measures.sum("policy/tokens", count)
         measures.mean("policy/clip_fraction", policy.clipped.sum(), count)
+        kl = kl_penalty(old_logprobs.double(), scores.logprobs.detach().double(), "k3")  # its terms nearly cancel
+        measures.mean("policy/kl_old_new", kl.sum(), count)
         measures.mean("policy/entropy", scores.entropy.sum(), count)
 
     def _reference_of(self, micro_batch: Batch) -> Reference | None:

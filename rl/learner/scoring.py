@@ -25,6 +25,7 @@ from rl.model.logprobs import certainty_of_responses, hidden_size_of, score_resp
 from rl.model.shards import TensorInfo, local_slices, reshard
 from rl.sync.layout import Destination, MemoryLayout, Region
 from rl.sync.probe import learner_logprobs
+from rl.watch.ledger import Awaited
 from rl.world.messages import Letter, Mailbox, Message
 from rl.world.service import Service
 
@@ -93,7 +94,7 @@ class PartScores(Message):
 
     request: int
     sequences: list[int]
-    awaited = "logprobs from the inference ranks"
+    awaited = Awaited("logprobs from the inference ranks", "inference")
 
 
 @dataclass(frozen=True)
@@ -231,7 +232,7 @@ class LogprobService(Service):
 
     @property
     def awaited(self) -> str:
-        return "work from the actors"
+        return Awaited("work from the actors", "actor")
 
     def memory_layout(self, tensors: Sequence[TensorInfo]) -> MemoryLayout:
         index = self._scorers.index(self._mail.rank)

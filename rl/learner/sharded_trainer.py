@@ -22,11 +22,13 @@ from rl.config.schema import Config, Offload
 from rl.data.batch import Batch
 from rl.data.packing import cut_together, micro_batches_of, mini_batch_of
 from rl.learner.offload import Offloader
-from rl.learner.optimizers import StatePart, build_optimizer
+from rl.learner.optimizers import StatePart, build_optimizer, local
+from rl.model.flops import ModelFlops
 from rl.model.host_memory import to_device
 from rl.model.logprobs import hidden_size_of
 from rl.model.shards import LocalSlice, local_slices, reshard
 from rl.report.metrics import Measures
+from rl.watch.heart import HEART
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,6 @@ class ShardedTrainer:
     kind = "model"  # name of the weights in a checkpoint
     metric = "optim"  # prefix of the metrics
     outputs = "logprobs of the policy"  # what the model computes, for error messages
-    remedy = " or set algo.dual_clip"  # what helps against infinite gradients, besides a lower learning rate
 
     def __init__(
         self, sharded: ShardedModel, config: Config, settings: TrainerSettings, schedule: Callable[[int], float]
@@ -68,7 +69,13 @@ class ShardedTrainer:
         in_layers = [parameter for layer in layers for parameter in layer.parameters()]
         self.optimizer = build_optimizer(self.model, in_layers, self._actor, self._device)
         self.num_updates = 0  # optimizer steps so far
+        self._flops = ModelFlops.of(self.model)
+        self._sizes: dict[bool, dict[str, int]] = {}  # without and with optimizer state; see `bytes_by_kind`
         self._settings, self._schedule = settings, schedule
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
 
     @property
     def lr(self) -> float:
@@ -135,6 +142,29 @@ class ShardedTrainer:
             self._offloaders[self.kind].start_reload()
             self._offloaders[self.kind].wait()
 
+    def bytes_by_kind(self) -> dict[str, int]:
+        """Return the sizes of this rank's weights, gradients and optimizer state, during an optimizer step. What is in
+        host memory at all times counts as 0. There is no optimizer state before the first step."""
+        has_state = self.optimizer.has_state
+        if has_state not in self._sizes:
+            tensors: dict[str, list[Tensor]] = {"weights": [part.data for part in local_slices(self.model)]}
+            trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+            tensors["gradients"] = [local(parameter.detach()) for parameter in trained]
+            moments = (self._moments(parameter) for parameter in trained if has_state)
+            tensors["optimizer"] = [part.data for parts in moments for _, part in parts]
+            self._sizes[has_state] = {
+                kind: sum(each.nbytes for each in found if each.device.type == self._device.type)
+                for kind, found in tensors.items()
+            }
+        return self._sizes[has_state]
+
+    def bytes_present(self) -> int:
+        """Return how many of these bytes are on the device now, before or after an optimizer step."""
+        sizes = self.bytes_by_kind()
+        is_offloaded = any(each.is_offloaded for kind, each in self._offloaders.items() if kind != self.kind)
+        has_gradients = any(parameter.grad is not None for parameter in self.model.parameters())
+        return sizes["weights"] + has_gradients * sizes["gradients"] + (not is_offloaded) * sizes["optimizer"]
+
     def restore_schedule(self, num_updates: int) -> None:
         """Continue after this number of optimizer steps, with the learning rate and schedule of this run."""
         self.num_updates = num_updates
@@ -163,7 +193,8 @@ class ShardedTrainer:
     def _total_denominator(self, mini_batch: Batch) -> Tensor:
         """Return the denominator of the loss over all ranks."""
         denominator = self._denominator(mini_batch).to(torch.float64)
-        dist.all_reduce(denominator, group=self._pg)
+        with HEART.in_collective("actor"):
+            dist.all_reduce(denominator, group=self._pg)
         return denominator
 
     def _run_passes(
@@ -171,6 +202,7 @@ class ShardedTrainer:
     ) -> None:
         """Run the forward and backward passes of these micro-batches, whose losses are multiplied by `scale`. With
         `is_end`, an optimizer step follows the last one."""
+        measures.sum("perf/update_tflop", self._flops.of_update(batch.lengths.tolist()) / 1e12)
         for number, micro_batch in enumerate(micro_batches_of(batch, micro_batches, self.kind)):
             is_last = is_end and number + 1 == len(micro_batches)
             self._set_reduction(is_last)
@@ -193,13 +225,6 @@ class ShardedTrainer:
         is_finite = math.isfinite(norm_value)  # the norm, and so the decision, is equal on all ranks
         is_first = dist.get_rank(self._pg) == 0  # the only rank that counts
         measures.sum(f"{self.metric}/skipped_steps", float(is_first and not is_finite))
-        if is_first and not is_finite:
-            print(
-                f"oneworld: the gradient norm of the {self.kind} is {norm_value} after {self.num_updates} optimizer "
-                f"steps, so the next one is skipped and counted in {self.metric}/skipped_steps. If this repeats, lower "
-                f"its learning rate{self.remedy}.",
-                flush=True,
-            )
         measures.mean(f"{self.metric}/grad_norm", torch.where(torch.isfinite(norm), norm, 0.0), float(is_finite))
         measures.mean(f"{self.metric}/lr", self.lr, 1)
         for offloader in self._offloaders.values():

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+from rl.common.bars import BARS
 from rl.config.schema import ConfigError
 from rl.model import attention, rotary
 from rl.model.logprobs import hidden_size_of, patch_forward, patch_forward_to_score
@@ -169,18 +170,20 @@ def _fill_from_files(model: nn.Module, folder: Path, mesh: DeviceMesh, own_head:
         )
     handles = {file: safe_open(folder / file, framework="pt") for file in set(files.values())}
     shard_axis = mesh.ndim - 1  # an axis for replicas may come before it
-    for name, part in parts.items():
-        source, info = handles[files[name]].get_slice(name), part.info
-        if tuple(source.get_shape()) != info.shape:
-            raise ConfigError(
-                f"{folder / files[name]}: {name} has the shape {source.get_shape()}, but config.json asks for "
-                f"{list(info.shape)}"
-            )
-        start, stop = info.rows(mesh.get_local_rank(shard_axis), mesh.size(shard_axis))
-        if not info.sharded:
-            part.data.copy_(handles[files[name]].get_tensor(name))
-        elif start < stop:
-            part.data.copy_(source[start:stop])
+    with BARS.open("loading", sum(part.data.nbytes for part in parts.values()), "B") as count:
+        for name, part in parts.items():
+            source, info = handles[files[name]].get_slice(name), part.info
+            if tuple(source.get_shape()) != info.shape:
+                raise ConfigError(
+                    f"{folder / files[name]}: {name} has the shape {source.get_shape()}, but config.json asks for "
+                    f"{list(info.shape)}"
+                )
+            start, stop = info.rows(mesh.get_local_rank(shard_axis), mesh.size(shard_axis))
+            if not info.sharded:
+                part.data.copy_(handles[files[name]].get_tensor(name))
+            elif start < stop:
+                part.data.copy_(source[start:stop])
+            count(part.data.nbytes)
 
 
 def fill_with_noise(model: nn.Module, mesh: DeviceMesh) -> None:

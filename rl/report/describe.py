@@ -1,19 +1,14 @@
-"""Metrics and checks of a batch before the update, and sample rollouts for TensorBoard."""
-
-from itertools import islice
+"""Metrics and checks of a batch before the update."""
 
 import torch
 from torch import Tensor
 
 from rl.algo.mismatch import mismatch_kl
-from rl.common.text import count_of
 from rl.data.batch import Batch
-from rl.data.conversations import Conversation, count_observed, read_conversations
-from rl.data.prompts import Tokenizer
+from rl.data.conversations import count_observed
 from rl.report.metrics import Measures
 
 MAX_TURNS = 8  # that have a metric of their own
-INDENT = " " * 4  # of a block that Markdown shows as it is
 
 
 def describe(batch: Batch, has_turns: bool = False) -> Measures:
@@ -22,7 +17,9 @@ def describe(batch: Batch, has_turns: bool = False) -> Measures:
     measures = Measures()
     mask, starts, count = batch.loss_mask, batch.starts_conversation, batch.num_conversations
     measures.mean("reward/mean", batch.rewards[starts].sum(), count)
+    measures.deviation("reward/std", batch.rewards[starts])
     measures.mean("rollout/length_mean", mask.sum(), count)
+    measures.maximum("rollout/length_max", batch.conversation_lengths)
     measures.mean("rollout/truncated", batch.truncated[starts].sum(), count)
     if has_turns:
         _describe_turns(measures, batch)
@@ -75,38 +72,3 @@ def check_finite(batch: Batch) -> None:
                 f"version {int(batch.versions[first])}. A model has overflowed: try model.dtype=float32, or resume "
                 "from an earlier checkpoint with a lower learning rate"
             )
-
-
-def show(batch: Batch, tokenizer: Tokenizer, count: int) -> str:
-    """Return the first samples as Markdown for TensorBoard: responses as a table, conversations turn by turn."""
-    if batch.turns is not None:
-        read = islice(read_conversations(batch), count)
-        return "\n\n".join(_show_conversation(number, each, tokenizer) for number, each in enumerate(read, start=1))
-    rows = ["| reward | prompt | response |", "| --- | --- | --- |"]
-    for sequence, reward in enumerate(batch.rewards[:count].tolist()):
-        one = batch.select([sequence])
-        parts = (one.tokens[: int(one.prompt_lengths)].tolist(), one.tokens[one.loss_mask].tolist())
-        texts = [tokenizer.decode(part, skip_special_tokens=False) for part in parts]
-        cells = [text.replace("|", "\\|").replace("\n", "<br>") for text in texts]
-        rows.append(f"| {reward:g} | {cells[0]} | {cells[1]} |")
-    return "\n".join(rows)
-
-
-def _show_conversation(number: int, conversation: Conversation, tokenizer: Tokenizer) -> str:
-    """Return a conversation as headings and blocks of text. Nothing in the text can end a block."""
-    cut = ", cut at the limit" if conversation.is_truncated else ""
-    parts, turn = [f"### sample {number}: reward {conversation.reward:g}{cut}"], 0
-    titled = [("prompt", conversation.prompt)]
-    for role, tokens in conversation.turns:
-        turn += role == "model"
-        titled.append((f"model, turn {turn}" if role == "model" else "environment", tokens))
-    for title, tokens in titled:
-        text = tokenizer.decode(tokens, skip_special_tokens=False)
-        parts += [f"**{title}** ({count_of(len(tokens), 'token')})", _indent(text)]
-    return "\n\n".join(parts)
-
-
-def _indent(text: str) -> str:
-    """Return a text as a block that Markdown shows character by character."""
-    # Markdown takes a carriage return for the end of a line, and the next line would not be indented.
-    return "\n".join(f"{INDENT}{line}" for line in text.replace("\r", "\\r").split("\n"))

@@ -1,28 +1,38 @@
-"""events.jsonl: what happened to a run besides its steps, such as starts, checkpoints and warnings."""
+"""The events of a run that the leader writes: where an attempt starts, and why. rl/common/events.py has the file."""
 
-import json
-import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
 
-from rl.report.rows import read_metrics
+from rl.common.events import EVENTS, Event, Kind, read_events, write_event
+from rl.report.rows import set_aside
 
-EVENTS = "events.jsonl"  # in the run's folder, of all starts of the run
-Kind = Literal["start", "resume", "checkpoint", "evaluation", "warning", "fault", "stop", "end"]
-
-
-class Event(NamedTuple):
-    at: float  # seconds since 1970
-    step: int
-    kind: Kind
-    text: str
+__all__ = ["Event", "Kind", "begin_events", "read_events", "write_event"]
+ENDINGS: tuple[Kind, ...] = ("fault", "stop", "end")
+STARTS: tuple[Kind, ...] = ("start", "resume")
 
 
-def write_event(run_dir: Path, kind: Kind, step: int, text: str) -> None:
-    """Add a line. Called on the leader."""
-    with (run_dir / EVENTS).open("a") as file:
-        file.write(json.dumps(Event(round(time.time(), 3), step, kind, text)._asdict()) + "\n")
+def begin_events(run_dir: Path, step: int, attempt: int, world: str, details: Sequence[str], is_restart: bool) -> None:
+    """Write the start of an attempt from `step`, and what came before it.
+
+    If the run starts over, events of an earlier run with the same name are set aside. `is_restart` says that an
+    earlier attempt of the same launch has written to the folder. Then its events stay, even if it saved no step.
+    `details` are added to the event, if they are not empty.
+    """
+    if not step and not is_restart:
+        set_aside(run_dir / EVENTS)
+    before = read_events(run_dir)
+    texts = [f"attempt {attempt}"]
+    if step:
+        texts[0] += f" continues after step {step}"
+    if before:
+        texts.append(_describe_end(before))
+    texts += [detail for detail in details if detail]
+    write_event(run_dir, "resume" if before or step else "start", step, "; ".join(texts), world)
 
 
-def read_events(run_dir: Path) -> list[Event]:
-    return [Event(**row) for row in read_metrics(run_dir / EVENTS)]
+def _describe_end(events: list[Event]) -> str:
+    """Say how the attempt before this one ended."""
+    last = next((event for event in reversed(events) if event.kind in (*ENDINGS, *STARTS)), None)
+    if last is None or last.kind in STARTS:
+        return "the attempt before it was killed, or its node was lost: it left no report"
+    return f"before it: {last.text}"

@@ -1,4 +1,8 @@
-"""metrics.jsonl: one line of JSON per step, in the run's folder."""
+"""metrics.jsonl: one line of JSON per step, in the run's folder.
+
+A line has the step, the version of the weights after it, `at` (when it was written, in seconds since 1970), and the
+metrics by name. Steps increase from line to line, and `at` too: a resumed run drops the lines that it writes again.
+"""
 
 import json
 import math
@@ -10,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from rl.common.files import write_atomically
+from rl.report.histogram import Histogram
 
 METRICS = "metrics.jsonl"
+ROLLOUTS = "rollouts"  # folder beside it, with the groups that debug.save_rollouts saves
 
 
 class RowFile:
@@ -21,20 +27,32 @@ class RowFile:
 
     def __init__(self, run_dir: Path, step: int, continues: bool):
         path = run_dir / METRICS
-        for old in (path, run_dir / "eval.jsonl"):
-            if not step and not continues and old.exists():
-                stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-                old.rename(old.with_name(f"{old.stem}.{stamp}{old.suffix}"))
+        if not step and not continues:
+            set_aside(path)
+            set_aside(run_dir / "eval.jsonl")
+            set_aside(run_dir / "accounting.jsonl")
         self.kept = [row for row in read_metrics(path) if row["step"] <= step]  # rows of earlier starts
         write_atomically(path, "".join(json.dumps(row) + "\n" for row in self.kept))
         self._file = path.open("a", buffering=1)
 
-    def write(self, step: int, version: int, values: Mapping[str, float]) -> None:
+    def write(
+        self, step: int, version: int, values: Mapping[str, float], histograms: Mapping[str, Histogram] | None = None
+    ) -> None:
+        """Write a row. A histogram is an object with `edges` and `counts`; every other value is a number or null."""
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}  # JSON has no NaN
-        self._file.write(json.dumps({"step": step, "version": version, **finite}) + "\n")
+        counted = {name: histogram._asdict() for name, histogram in (histograms or {}).items()}
+        row = {"step": step, "version": version, "at": round(time.time(), 3), **finite, **counted}
+        self._file.write(json.dumps(row) + "\n")
 
     def close(self) -> None:
         self._file.close()
+
+
+def set_aside(path: Path) -> None:
+    """Rename a file of an earlier run with the same name, if there is one."""
+    if path.exists():
+        stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+        path.rename(path.with_name(f"{path.stem}.{stamp}{path.suffix}"))
 
 
 def last_step(path: Path) -> int:

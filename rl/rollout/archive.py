@@ -22,6 +22,7 @@ from rl.data.trajectory_files import GroupKey, list_files, trajectory_folder
 from rl.placement.roles import Placement
 from rl.rollout.dispatch import BatchTime, Dispatcher, Task
 from rl.rollout.service import ScoredGroup
+from rl.rollout.use import EngineUse
 from rl.watch.heart import HEART
 from rl.world.messages import Letter, Mailbox, Message
 
@@ -103,7 +104,7 @@ class GroupRecorder:
 
     def record(self, task: Task, group: ScoredGroup, rollouts: Batch) -> None:
         key = GroupKey(task.round, task.prompt.number)
-        numbers = (group.num_preemptions, group.num_kept_tokens)
+        numbers = (group.num_preemptions, group.num_kept_tokens, group.num_read_tokens, group.num_cached_tokens)
         trajectory = Trajectory(rollouts, group.scores, group.engine, *numbers)
         write_trajectory(self._folder, key, trajectory, self._order.step, self._order.provenance)
         self._mail.send(self._leader, GroupWritten(int(rollouts.loss_mask.sum())))
@@ -153,10 +154,12 @@ class ArchiveDispatcher:
     def time_batch(self) -> BatchTime | None:
         return self._engines.time_batch()
 
+    def take_uses(self) -> dict[int, EngineUse]:
+        return self._engines.take_uses()
+
     def _answer(self, task: Task, stored: Trajectory) -> None:
-        group = ScoredGroup(
-            task.batch, task.position, stored.engine, stored.scores, stored.num_preemptions, stored.num_kept_tokens
-        )
+        numbers = (stored.num_preemptions, stored.num_kept_tokens, stored.num_read_tokens, stored.num_cached_tokens)
+        group = ScoredGroup(task.batch, task.position, stored.engine, stored.scores, *numbers)
         self._mail.send(task.owner, group, payload=stored.batch.to_bytes())
 
     def _on_written(self, letter: Letter[GroupWritten]) -> None:

@@ -9,6 +9,8 @@ import torch.distributed as dist
 
 from rl.data.batch import Batch
 from rl.data.packing import balance_owners, estimate_costs
+from rl.watch.heart import HEART
+from rl.watch.ledger import Awaited
 from rl.world.messages import Mailbox, Message
 
 Groups = dict[int, Batch]  # the groups of one actor, by position in the batch
@@ -20,7 +22,7 @@ class MovedGroup(Message):
 
     exchange: int
     position: int
-    awaited = "groups from the other actors"
+    awaited = Awaited("groups from the other actors", "actor")
 
 
 class Balancer:
@@ -49,7 +51,8 @@ class Balancer:
         costs = torch.zeros(len(owners), dtype=torch.float64)
         for position, group in groups.items():
             costs[position] = self.cost(group)
-        dist.all_reduce(costs, group=self._pg)  # only the owner of a group adds a cost, so the sum is exact
+        with HEART.in_collective("actor"):
+            dist.all_reduce(costs, group=self._pg)  # only the owner of a group adds a cost, so the sum is exact
         new_owners = balance_owners(costs.tolist(), owners, len(self._actors), mini_batches)
         return self.exchange(groups, owners, new_owners)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from rl.common.bars import BARS
 from rl.data.batch import Batch
 from rl.data.packing import mini_batch_of
 from rl.data.prompts import Prompt
@@ -25,6 +26,8 @@ from rl.rollout.failures import CallsFailed, FailureLog
 from rl.rollout.orders import Collected, OrderGate, OrderService
 from rl.rollout.overlap import OverlapGate, OverlapService
 from rl.rollout.service import RolloutService, ScoredGroup
+from rl.rollout.use import EngineUse
+from rl.watch.ledger import Awaited
 from rl.world.messages import Letter, Message
 from rl.world.orders import Action
 from rl.world.service import Service, serve
@@ -107,6 +110,7 @@ class Rollouts(Service):
         self._awaited = ""
         self.engine_name = ""  # until the first group arrives
         self._times: list[BatchTime] = []
+        self._uses: dict[int, EngineUse] = {}  # by the lead of an engine
         self._num_started = 0
         self._num_expected = 0  # samples that the last batch has started; only on the leader
         self._training: set[int] = set()  # batches to train on; the others evaluate
@@ -179,12 +183,14 @@ class Rollouts(Service):
         """
         if self._gate is not None:
             self._gate.open()
-        self._awaited = f"rank {self._leader} to start a batch"
+        self._awaited = Awaited(f"rank {self._leader} to start a batch", "actor")
         serve(self._world, self._services, until=lambda: batch in self._owners)
         owners = self._owners.pop(batch)
         num_own = owners.count(self._actors.index(self._mail.rank))  # not in `until`, which runs at every engine step
-        self._awaited = "groups from the engines"
-        serve(self._world, self._services, until=lambda: len(self._arrived[batch]) == num_own)
+        self._awaited = Awaited("groups from the engines", "rollout")
+        title = "rollout" if batch in self._training else "evaluation"
+        with BARS.open(title, num_own, "prompts", lambda: len(self._arrived.get(batch, ()))):
+            serve(self._world, self._services, until=lambda: len(self._arrived[batch]) == num_own)
         arrived = self._arrived.pop(batch)
         groups = {position: rollouts for position, (_, rollouts) in arrived.items() if rollouts is not None}
         scores = {position: arrived[position][0].scores for position in sorted(groups)}
@@ -201,6 +207,9 @@ class Rollouts(Service):
         if took is not None:
             trained_s = self._overlap.trained_s if self._overlap is not None else 0.0
             self._times.append(replace(took, trained_s=trained_s))
+        uses = self._dispatcher.take_uses() if self._dispatcher is not None else {}
+        for lead, use in uses.items() if is_training else ():
+            self._uses[lead] = self._uses.get(lead, EngineUse()) + use
         missing = frozenset(arrived.keys() - groups.keys())
         return Gathered(
             groups,
@@ -217,6 +226,11 @@ class Rollouts(Service):
     def take_times(self) -> list[BatchTime]:
         """Return how long the engines took for each batch to train on since the last call. Only the leader knows."""
         taken, self._times = self._times, []
+        return taken
+
+    def take_uses(self) -> dict[int, EngineUse]:
+        """Return what each engine did since the last call, by its lead, without evaluations. Only the leader knows."""
+        taken, self._uses = self._uses, {}
         return taken
 
     @property

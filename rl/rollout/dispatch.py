@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 
 from rl.data.prompts import Prompt, sample_seed
 from rl.rollout.speeds import EngineSpeeds, StepTimes
+from rl.rollout.use import EngineUse
 from rl.world.messages import Letter, Mailbox, Message
 
 MAX_IDLE = 16  # after so many batches without a group, a slow engine gets one, to see whether it is still slow
@@ -75,6 +76,7 @@ class Pull(Message):
     room: int  # number of groups that the engine can take
     held: int  # number of groups that the engine is sampling
     step_times: StepTimes = field(default_factory=list)  # since the last pull
+    use: EngineUse = EngineUse()  # since the last pull
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,7 @@ class Dispatcher:
         self._held = dict.fromkeys(engines, 0)
         self._fit_at_once = True  # the engines can sample all groups of the open batch at once
         self._waiting: dict[int, Pull] = {}  # engine lead -> latest pull
+        self._uses = dict.fromkeys(engines, EngineUse())  # since they were taken
         mail.on(Pull, self._on_pull)
 
     def open(self, tasks: Sequence[Task]) -> None:
@@ -159,6 +162,12 @@ class Dispatcher:
         cost_s = late_s + (seconds - late_s) * missing / (total + missing)
         return BatchTime(seconds, slowest, cost_s, speeds[slowest])
 
+    def take_uses(self) -> dict[int, EngineUse]:
+        """Return what each engine did since the last call."""
+        with self._lock:
+            taken, self._uses = self._uses, dict.fromkeys(self._uses, EngineUse())
+        return taken
+
     def _mix(self, tasks: Sequence[Task]) -> Sequence[Task]:
         """Order the tasks so that consecutive ones have carried groups of all ages, and new ones. Otherwise one engine
         would read the longest responses again, while another only starts new ones."""
@@ -173,6 +182,7 @@ class Dispatcher:
             self._waiting[lead] = pull
             self._slots[lead], self._held[lead] = pull.room + pull.held, pull.held
             self.measured.add(lead, pull.step_times)
+            self._uses[lead] += pull.use
             if not pull.held and lead in self._ended_at:
                 self._ended_at[lead] = time.monotonic()
             self._answer()

@@ -46,8 +46,14 @@ class Engine(Receiver, Protocol):
     notice: str  # a warning for the user, or empty
     version: int  # version of the weights; 0 until one is confirmed
 
+    kv_bytes: int  # size of the KV cache on this rank's GPU; 0 without a GPU
+
     @property
     def num_unfinished(self) -> int: ...
+
+    @property
+    def kv_use(self) -> float | None:
+        """Return the share of the KV cache that is in use, or None if there is none."""
 
     def add(self, requests: Sequence[Request]) -> None: ...
 

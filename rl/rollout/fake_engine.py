@@ -17,7 +17,7 @@ from rl.sync.layout import Destination, MemoryLayout, Region
 
 
 class FakeEngine:
-    name, notice = "fake", ""
+    name, notice, kv_bytes, kv_use = "fake", "", 0, None
 
     def __init__(self, max_num_seqs: int, stop_token_id: int | None, device: torch.device | None = None):
         """Build an engine. Without a stop token, every response is cut."""

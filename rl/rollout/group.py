@@ -76,6 +76,11 @@ class Group:
             self.responses = [Response() for _ in samples] if carried is None else unpack_group(carried)
         self.running = {sample for sample, response in enumerate(self.samples) if not response.is_ended}
 
+    def count_read_tokens(self) -> None:
+        """Count what the engine reads of its responses: the prompt, and what was sampled in earlier rounds."""
+        prompt = len(self.task.prompt.tokens)
+        self.num_read_tokens += sum(prompt + len(self.responses[sample].tokens) for sample in self.running)
+
     def again(self) -> "Group":
         """Return the group as it was before this round, for another engine."""
         return Group(self.task, self.attempt + 1, self.carried, self.records)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl.rewards.totals import Totals, add
+from rl.watch.ledger import Awaited
 from rl.world.messages import Letter, Mailbox, Message
 from rl.world.orders import Action, Order
 from rl.world.service import Service
@@ -104,7 +105,7 @@ class OrderService(Service):
 
     @property
     def awaited(self) -> str:
-        return "the other actors' groups"
+        return Awaited("the other actors' groups", "rollout")  # which the engines have not delivered yet
 
     def handle(self, letter: Letter[Any]) -> None:
         for rank in self._followers:

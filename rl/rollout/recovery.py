@@ -21,6 +21,7 @@ from rl.rollout.engine import Engine
 from rl.sync.donation import WeightDonation
 from rl.sync.weights import WeightSync
 from rl.watch.heart import HEART
+from rl.watch.ledger import Awaited
 from rl.world.messages import Message
 from rl.world.world import World
 
@@ -31,7 +32,7 @@ AGREE_S = 10.0  # time limit for all ranks of an engine to report the failure
 class EngineFailed(Message):
     """Tell the lead that a follower's engine step failed."""
 
-    awaited = "reports of the failed engine's other ranks"
+    awaited = Awaited("reports of the failed engine's other ranks", "rollout")
 
 
 class EngineHost:

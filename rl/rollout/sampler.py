@@ -23,9 +23,12 @@ from rl.rewards.totals import PROBLEMS, total
 from rl.rollout.collect import Gathered, Rollouts
 from rl.rollout.dispatch import Sampling
 from rl.rollout.held import HeldGroups
+from rl.rollout.sample_exchange import SampleExchange
 from rl.rollout.schedule import Round, Schedule
+from rl.watch.heart import HEART
 
 PROBLEM_METRICS = frozenset(f"environment/{name}" for name in PROBLEMS)
+MAX_BINS = 32  # of the histogram of lengths
 CARRIED, FINISHED, INFORMATIVE, MISSING = range(4)  # what a round has made of a group
 
 
@@ -61,7 +64,13 @@ class Sampler:
         self._schedule, self.sampling, self._algo, self._rewards = schedule, sampling, algo, rewards
         self._held = held if held is not None else HeldGroups()
         self._in_flight: InFlight | None = None
+        self.exchange: SampleExchange | None = None  # set it before the first batch to show samples
         self._scored: set[str] = set()  # names of scores so far, including parts; equal on all actors
+
+    @property
+    def max_lag(self) -> int:
+        """The largest lag that a token can have when it is trained on."""
+        return self._schedule.state.max_lag
 
     def sample(self, version: int, measures: Measures) -> Sampled:
         """Return the next batch. Sample rounds from this version of the weights until the schedule has one. A round
@@ -78,8 +87,13 @@ class Sampler:
             batch = self._with_lags(batch, version, measures)
             self._count(measures, "rollout/carried", len(state.carried))
             self._count(measures, "rollout/queue", len(state.queue) + sum(map(len, state.batches)))
+        measures.histogram("rollout/lengths", batch.conversation_lengths, length_edges(self.sampling.max_new_tokens))
         kept = {*state.carried, *state.finished}
         self._measure_rewards(kept, measures)
+        if self.sampling.num_samples > 1:  # a group of one sample has no other reward to differ from
+            self._measure_signal(kept, measures)
+        if self.exchange is not None:
+            self.exchange.collect(numbers, held, self.stream)
         held.drop_others(kept)
         return Sampled(batch, numbers)
 
@@ -148,7 +162,8 @@ class Sampler:
             outcomes[position] = INFORMATIVE if is_kept else FINISHED
         outcomes[list(gathered.missing)] = MISSING
         outcomes[len(gathered.owners) :] = torch.tensor(counts)
-        dist.all_reduce(outcomes, group=self.pg)  # only the owner of a group adds something
+        with HEART.in_collective("actor"):
+            dist.all_reduce(outcomes, group=self.pg)  # only the owner of a group adds something
         *found, num_preemptions, num_kept_tokens, num_read_tokens, num_cached_tokens = outcomes.tolist()
         self._held.counts["rollout/preemptions"] += num_preemptions
         self._held.counts["rollout/kept_kv_tokens"] += num_kept_tokens
@@ -170,7 +185,8 @@ class Sampler:
         """Add the lag of each token. Raise if the schedule's bound does not hold."""
         lags = torch.where(batch.loss_mask, version - batch.versions, 0).int()
         most = torch.tensor([int(lags.max()), -int(lags.min())] if lags.numel() else [0, 0])
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.pg)
+        with HEART.in_collective("actor"):
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=self.pg)
         largest, bound = int(most[0]), self._schedule.state.max_lag
         if largest > bound or most[1] > 0:
             raise RuntimeError(
@@ -194,6 +210,25 @@ class Sampler:
             else:
                 measures.mean_if_any(name, *totals.get(name, (0.0, 0.0)))
 
+    def _measure_signal(self, kept: set[int], measures: Measures) -> None:
+        """Add the share of groups whose rewards are all equal, over the groups that are now trained on or dropped.
+        Masked responses do not count."""
+        groups = [group for number, group in sorted(self._held.groups.items()) if number not in kept]
+        sizes = torch.tensor([group.num_sequences for group in groups], dtype=torch.int64)
+        group_ids = torch.repeat_interleave(torch.arange(len(groups)), sizes)
+        rewards = torch.cat([torch.empty(0), *(group.rewards for group in groups)])
+        if self._algo.mask_truncated:
+            is_trained = ~torch.cat([torch.empty(0, dtype=torch.bool), *(group.truncated for group in groups)])
+            rewards, group_ids = rewards[is_trained], group_ids[is_trained]
+        num_informative = group_ids[is_informative(rewards, group_ids)].unique().numel()
+        measures.mean("reward/no_signal", len(groups) - num_informative, len(groups))
+
     def _count(self, measures: Measures, name: str, count: int) -> None:
         """Add a number that every actor knows."""
         measures.sum(name, count if self.stream is not None else 0)
+
+
+def length_edges(max_new_tokens: int) -> list[int]:
+    """Return the edges of the bins in which lengths of responses are counted: whole numbers from 0 to the maximum."""
+    num_bins = min(MAX_BINS, max_new_tokens)
+    return [place * max_new_tokens // num_bins for place in range(num_bins + 1)]

@@ -27,7 +27,9 @@ from rl.rollout.recovery import EngineHost
 from rl.rollout.responses import Response
 from rl.rollout.speeds import StepTimer
 from rl.rollout.turns import Conversations
+from rl.rollout.use import UseMeter
 from rl.watch.heart import HEART, size_class
+from rl.watch.ledger import Awaited
 from rl.world.messages import Letter, Message
 from rl.world.orders import Order
 from rl.world.service import Service
@@ -73,7 +75,7 @@ class ScoredGroup(Message):
     scores: list[dict[str, Any] | None]  # by sample; None: not scored in this round
     num_preemptions: int
     num_kept_tokens: int = 0  # tokens of carried responses whose KV cache older weights have computed
-    num_read_tokens: int = 0  # of the prompts of all turns of conversations
+    num_read_tokens: int = 0  # of all requests to the engine
     num_cached_tokens: int = 0  # of these, so many were in the prefix cache
     failures: list[RewardFailure] = field(default_factory=list)  # of the samples whose reward functions failed
 
@@ -135,6 +137,7 @@ class RolloutService(Service):
         self._num_prompt_tokens = 0  # in requests that were added since the last step
         self._reported_at = 0.0  # when the leader was told of the progress
         self._timer, self._is_decoding = StepTimer(), False  # whether the last step read no prompts
+        self._meter = UseMeter()
         self.recorder: Recorder | None = None  # in the phase rollout: writes groups to files
         self.conversations: Conversations | None = None  # on the lead, if samples are conversations
         self._room = 0  # for groups, that the leader knows of
@@ -156,12 +159,13 @@ class RolloutService(Service):
     @property
     def awaited(self) -> str:
         if any(group.num_unscored for group in self._groups.values()):
-            return "the scores of its responses"
+            return Awaited("the scores of its responses", "reward")
         if self.is_scoring:
-            return "the tools and environments of its conversations"
+            return Awaited("the tools and environments of its conversations", "environment")
         if self._to_restart:
-            return "weights for its new engine"
-        return f"work from rank {self._leader if self.host.is_lead else self.host.lead}"
+            return Awaited("weights for its new engine", "actor")
+        # A follower waits whenever its lead does, and that is nearly always for the actors.
+        return Awaited(f"work from rank {self._leader if self.host.is_lead else self.host.lead}", "actor")
 
     @property
     def _can_restart(self) -> bool:
@@ -212,16 +216,21 @@ class RolloutService(Service):
             return self._begin(groups)
         self._tell_followers(StepEngine())
         num_responses, started = self.engine.num_unfinished, time.perf_counter()
-        reads_prompts, was_decoding = self._num_prompt_tokens > 0, self._is_decoding
+        num_prompt_tokens, was_decoding = self._num_prompt_tokens, self._is_decoding
         try:
             ended = self._step()
         except Exception as error:
             return self._recover(error)
+        step_s, num_tokens = time.perf_counter() - started, sum(len(done.tokens) for done in ended)
         # An engine that schedules asynchronously waits for the prompts of a step in the next one.
-        self._is_decoding = not reads_prompts
+        self._is_decoding = not num_prompt_tokens
         if was_decoding and self._is_decoding:
-            self._timer.add(num_responses, time.perf_counter() - started)
-        HEART.beat(f"{self.engine.num_unfinished} responses", sum(len(done.tokens) for done in ended))
+            self._timer.add(num_responses, step_s)
+            self._world.accounts.engine_steps.add_decode(num_responses, step_s)
+        else:
+            self._world.accounts.engine_steps.add_prefill(num_responses, step_s, num_prompt_tokens)
+        self._meter.add(num_tokens, step_s, self.engine.kv_use, self.engine.kv_bytes)
+        HEART.beat(f"{self.engine.num_unfinished} responses", num_tokens)
         with self.conversations.together() if self.conversations is not None else nullcontext():
             is_last_of_group = [self._take(completion) for completion in ended]
         self._report_progress(is_urgent=any(is_last_of_group))
@@ -244,6 +253,7 @@ class RolloutService(Service):
             if goes_on:
                 return False
         else:
+            group.num_cached_tokens += completion.num_cached_tokens
             response, sampling = group.responses[sample], task.sampling
             response.append(completion, task.version, sampling.max_new_tokens, sampling.length(task.prompt, sample))
             if response.is_ended:
@@ -344,7 +354,8 @@ class RolloutService(Service):
     def _pull(self) -> None:
         if self.host.is_lead:
             self._room = self._num_free
-            self._mail.send(self._leader, Pull(self._room, len(self._being_sampled), self._timer.take()))
+            pull = Pull(self._room, len(self._being_sampled), self._timer.take(), self._meter.take())
+            self._mail.send(self._leader, pull)
 
     def _start(self, tasks: list[Task]) -> None:
         groups = {(task.batch, task.position): Group(task) for task in tasks}
@@ -371,6 +382,8 @@ class RolloutService(Service):
         if self.conversations is not None:
             self.conversations.begin(groups)
         else:
+            for group in groups:
+                group.count_read_tokens()
             self.add_requests(make_requests(groups, self._run_seed, self._keeps_kv))
 
     def add_requests(self, requests: list[Request]) -> None:

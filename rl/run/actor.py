@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from rl.algo.choose import OwnAdvantage
 from rl.algo.mismatch import check_mismatch
@@ -11,6 +12,7 @@ from rl.data.batch import Batch
 from rl.evaluation.evaluation import Evaluation, is_evaluation_due
 from rl.learner.credit import assign_credit
 from rl.learner.critic import CriticTrainer
+from rl.learner.memory import MemoryMeter
 from rl.learner.overlap import OverlappedUpdate
 from rl.learner.policy import PolicyTrainer
 from rl.learner.scoring import Scorer
@@ -40,6 +42,10 @@ class Actor:
     own_advantage: OwnAdvantage | None = None  # None: algo.advantage is built in
     overlap: OverlappedUpdate | None = None  # None: no group is trained on before the batch is whole
 
+    @cached_property
+    def memory(self) -> MemoryMeter:
+        return MemoryMeter(self.trainers, is_on=not self.config.debug.dry_run)  # which shows the peak of the whole step
+
     @property
     def trainers(self) -> list[PolicyTrainer | CriticTrainer]:
         return [self.learner] if self.critic is None else [self.learner, self.critic]
@@ -65,36 +71,25 @@ class Actor:
     def update(self, batch: Batch, step: int, num_prompts: int, measures: Measures) -> None:
         """Train on the batch: first the critic, then the policy unless the critic is still warming up."""
         self.checkpoints.begin_update()
+        self.memory.begin()
         if self.critic is not None:
             self.critic.update(batch, num_prompts, measures)
-            if step <= self.config.critic.warmup_steps:
-                self.learner.run_probe()
-                return
-        if self.overlap is None:
+        if self.critic is not None and step <= self.config.critic.warmup_steps:
+            self.learner.run_probe()
+        elif self.overlap is None:
             self.learner.update(batch, num_prompts, measures)
         else:
             self.overlap.end(batch, measures)
+        self.memory.end(measures)
 
     def adapt(self, values: Mapping[str, float], num_prompts: int) -> dict[str, float]:
-        """Adapt the KL coefficient, warn if the policy collapses, and return further metrics."""
-        algo, found = self.config.algo, {}
-        if not values.get("policy/tokens"):  # only the critic was trained, or every response was masked
+        """Adapt the KL coefficient if algo.kl_target is set, and return it as a metric."""
+        algo = self.config.algo
+        if not algo.kl_target or not values.get("policy/tokens"):  # 0 if only the critic was trained, or all was masked
             return {}
-        if algo.kl_target:
-            kl = values["reward/kl" if algo.has_kl_in_reward else "loss/kl"]
-            self.learner.adapt(kl, num_prompts * self.config.rollout.num_samples_per_prompt)
-            found["policy/kl_coef"] = self.learner.kl_coef
-        if algo.certainty_coef:
-            is_collapsed = values["policy/entropy"] < algo.collapse_entropy
-            found["policy/is_collapsed"] = float(is_collapsed)
-            if is_collapsed and self.reporter.is_writing:
-                print(
-                    f"oneworld: the policy collapses: its entropy per token is {values['policy/entropy']:.2g}, below "
-                    f"algo.collapse_entropy = {algo.collapse_entropy:g}. The self-certainty reward can cause it; look "
-                    "at the samples, and lower algo.certainty_coef or actor.lr",
-                    flush=True,
-                )
-        return found
+        kl = values["reward/kl" if algo.has_kl_in_reward else "loss/kl"]
+        self.learner.adapt(kl, num_prompts * self.config.rollout.num_samples_per_prompt)
+        return {"policy/kl_coef": self.learner.kl_coef}
 
     def is_evaluation_due(self, step: int) -> bool:
         """Return whether the weights after this step are to be evaluated, by this command or in the phase rollout."""

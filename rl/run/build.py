@@ -26,34 +26,36 @@ from rl.learner.overlap import OverlappedUpdate, why_overlap_waits
 from rl.learner.policy import PolicyTrainer
 from rl.learner.scoring import Scorer
 from rl.model.shards import TensorInfo
-from rl.report.metrics_writer import MetricsWriter
-from rl.report.rows import METRICS, last_step
-from rl.report.writers import open_writers
+from rl.report.health import Finding
 from rl.rewards.find import read_rules
 from rl.rollout.balance import Balancer
 from rl.rollout.collect import Rollouts
 from rl.rollout.dispatch import Sampling
 from rl.rollout.held import HeldGroups
 from rl.rollout.overlap import OverlapService
+from rl.rollout.sample_exchange import SampleExchange
 from rl.rollout.sampler import Sampler
 from rl.rollout.schedule import Schedule, ScheduleState, describe_lag, plan_schedule
 from rl.run.actor import Actor
 from rl.run.models import build_critic, build_learner, build_scorer, load_reference
 from rl.run.open import Run
+from rl.run.record import begin_story
 from rl.run.reporter import Reporter
+from rl.run.reporting import build_health, build_writer
 from rl.run.serve import build_rollout_service, build_sync
 from rl.sync.weights import WeightSource, share_tensors
 from rl.watch.heart import HEART
 from rl.watch.reports import ServiceUnavailable
 from rl.world.bootstrap import enable_garbage_collection
-from rl.world.orders import Action
-from rl.world.restarts import launcher_process
+from rl.world.orders import Action, Order
 
 
 def build_actor(run: Run, trains: bool = True) -> Actor:
     """Build an actor. With `trains` False, it only evaluates, and writes no metrics of the run."""
     config, mail, resume = run.config, run.world.mail, run.resume
     HEART.describe(num_steps=config.train.num_steps if trains else 0)
+    if run.data is not None and trains and not config.debug.dry_run:
+        begin_story(run)
     # Load the reference after the engine, which measures the free device memory while it is built.
     reference = functools.cache(lambda: load_reference(run))
     learner = build_learner(run, reference)
@@ -94,16 +96,28 @@ def build_actor(run: Run, trains: bool = True) -> Actor:
     rollouts = Rollouts(run.world, run.placement, num_mini_batches, service, execute, balancer, all_failed, overlap)
     if run.stored is not None and run.data is not None:
         rollouts.use_archive(run.stored.groups, samples=functools.partial(_skip_missing, run))
+    sampler = build_sampler(run, rollouts, trains)
+
+    def end_run(finding: Finding) -> None:
+        """Have all actors end the run while they wait for the next rollouts. After the last step, nothing is left."""
+        checkpoints.failure = finding.text
+        mail.send(run.world.rank, Order("save and fail" if finding.is_worth_saving else "fail"))
+
+    writer = build_writer(run, rollouts) if trains else None
+    health = build_health(run, writer, sampler.max_lag, end_run) if writer is not None else None
+    actors = run.placement.actors
+    reporter = Reporter(run.world, config, run.folder, run.tokenizer, rollouts, writer, actors, health)
+    reporter.exchange = sampler.exchange = SampleExchange(run.world, run.placement, config.metrics)
     actor = Actor(
         config,
         learner,
         critic,
         scorer,
-        build_sampler(run, rollouts, trains),
+        sampler,
         sync,
         checkpoints,
         build_evaluation(run, rollouts) if has_engines else None,
-        _build_reporter(run, rollouts, start_step, trains),
+        reporter,
         start_step,
         last_step,
         is_evaluated=not has_engines or (resume is not None and resume.manifest.state["is_evaluated"]),
@@ -238,28 +252,3 @@ def build_evaluation(run: Run, rollouts: Rollouts) -> Evaluation | None:
     sets = run.data.eval_sets if run.data is not None else {}
     first = {name: prompts[: config.eval.num_prompts or None] for name, prompts in sets.items()}
     return Evaluation(run.world.mail, run.placement, config, rollouts, run.tokenizer, run.folder, first)
-
-
-def _announce_repetition(run: Run, step: int) -> None:
-    """Print which steps were done before, but are not in the checkpoint of `step`. Called on the leader."""
-    metrics = run.folder / METRICS
-    if not step and not (metrics.exists() and metrics.stat().st_mtime >= launcher_process().create_time()):
-        return  # a new run, whatever an earlier launch has left in its folder
-    last = min(last_step(metrics), run.config.train.num_steps)
-    if last > step:
-        steps = f"step {last} is" if last == step + 1 else f"steps {step + 1} to {last} are"
-        reason = f"the last checkpoint is that of step {step}" if step else "no checkpoint was saved"
-        print(f"oneworld: {steps} done again, because {reason}", flush=True)
-
-
-def _build_reporter(run: Run, rollouts: Rollouts, step: int, trains: bool) -> Reporter:
-    writer = None
-    if run.data is not None and trains and not run.config.debug.dry_run:
-        _announce_repetition(run, step)
-        run.world.collect_gpus()
-        run.folder.mkdir(parents=True, exist_ok=True)
-        is_phase = run.phase.name != "both"
-        others = open_writers(run.config, run.folder, is_new=not step)
-        writer = MetricsWriter(run.folder, run.config.train.num_steps, step, others, continues=is_phase)
-        run.world.at_end(lambda: writer.close(rollouts.engine_name))
-    return Reporter(run.world, run.config, run.folder, run.tokenizer, rollouts, writer, run.placement.actors)

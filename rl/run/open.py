@@ -11,6 +11,7 @@ from typing import Any
 from rl.algo.choose import check_functions
 from rl.checkpoint.resume import Resume, agree_on_resume
 from rl.checkpoint.store import CheckpointStore
+from rl.common.notices import NOTICES
 from rl.common.text import format_ranks
 from rl.config.modes import BOTH, PhaseOptions
 from rl.config.schema import Config, with_debugger_timeouts
@@ -24,6 +25,7 @@ from rl.model.tokenizer import load_tokenizer
 from rl.placement.groups import Groups, make_groups
 from rl.placement.nodes import Nodes
 from rl.placement.roles import Placement, plan
+from rl.report.live import LiveView, open_view
 from rl.report.sizes import describe_data_parallelism
 from rl.report.writers import check_writers
 from rl.rewards.launch import ServerProcess, launch
@@ -34,8 +36,9 @@ from rl.run.checks import check_settings
 from rl.run.environment import check_reward_use
 from rl.run.find_data import find_datasets
 from rl.run.find_models import find_models
+from rl.run.hardware import send_hardware
 from rl.run.lease import take_lease
-from rl.world.bootstrap import reward_server
+from rl.world.bootstrap import reward_server, tee_link
 from rl.world.messages import Message
 from rl.world.restarts import launcher_process
 from rl.world.world import World
@@ -67,6 +70,7 @@ class Run:
     rewards: RewardPool | None = None  # on ranks that lead an engine
     conversations: ConversationPool | None = None  # on ranks that lead an engine, if the config has an environment
     phase: PhaseOptions = BOTH
+    view: LiveView | None = None  # on the leader, if its console is a terminal
     stored: StoredGroups | None = None  # the groups of the next step that are in files; None in the phase both
 
     @property
@@ -117,6 +121,8 @@ def open_run(world: World, config: Config, config_name: str, phase: PhaseOptions
             print(f"oneworld: {_name_nodes(world, placement)}", flush=True)
         for warning in warnings:
             print(f"oneworld: {warning}", flush=True)
+    world.at_end(NOTICES.summarize)
+    view = _open_view(world, folder) if is_leader else None
     with world.stage("find models"):
         models = find_models(world.mail, placement, config, folder)
         datasets = find_datasets(world.mail, placement, config, folder)
@@ -128,6 +134,7 @@ def open_run(world: World, config: Config, config_name: str, phase: PhaseOptions
         rewards.wait_ready()
     world.meet("model found")  # a download may take long, and the calls below have a timeout
     world.connect(config.debug.share_gpu, config.world.transfer_timeout_s)
+    send_hardware(world, placement)
     groups = make_groups(placement, world.rank, world.device.type, config.world.transfer_timeout_s)
     with world.stage("read data"):
         data = None
@@ -140,7 +147,15 @@ def open_run(world: World, config: Config, config_name: str, phase: PhaseOptions
     world.at_end(store.close)
     with world.stage("resume"):
         resume = agree_on_resume(world.mail, placement, store, config)
-    return Run(world, config, placement, groups, folder, models, store, resume, data, rewards, conversations, phase)
+    inputs = data, rewards, conversations
+    return Run(world, config, placement, groups, folder, models, store, resume, *inputs, phase, view)
+
+
+def _open_view(world: World, folder: Path) -> LiveView | None:
+    view = open_view(folder.name, tee_link(), world.collect_activities)
+    if view is not None:
+        world.at_end(view.close)
+    return view
 
 
 def agree_on_steps(world: World, placement: Placement, config: Config, data: Data | None) -> Config:

@@ -38,11 +38,11 @@ from rl.placement.nodes import Nodes
 from rl.placement.roles import Placement
 from rl.report.describe import describe
 from rl.report.metrics import Measures
-from rl.report.rows import METRICS, read_metrics
+from rl.report.rows import METRICS, ROLLOUTS, read_metrics
 from rl.run.find_models import RECORD
 from rl.run.models import build_critic, build_learner, load
 from rl.run.open import Run
-from rl.run.reporter import ROLLOUTS, rollout_file
+from rl.run.reporter import rollout_file
 from rl.world.world import World
 
 ALONE = Placement(Nodes((1,)), roles=(("actor",),), engines=())

@@ -61,7 +61,7 @@ class RolloutLead:
         if self.evaluation is None or not is_wanted:
             return
         values = self.evaluation.run(step, version)
-        writer = MetricsWriter(run.folder, run.config.train.num_steps, step, continues=True)
+        writer = MetricsWriter(run.folder, run.config.train.num_steps, step, continues=True, view=run.view)
         writer.write(step, version, values)
         writer.close_files()
         show_evaluation(run.folder, step, values)

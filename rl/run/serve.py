@@ -2,6 +2,7 @@
 these services until the run ends."""
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -79,6 +80,7 @@ def build_sync(
     receivers: list[Receiver] = [receiver for receiver in (engine, logprobs) if receiver is not None]
     version = run.resume.version - 1 if run.resume is not None else 0  # the first publish adds 1
     sync = WeightSync(run.world.mail, settings, source, receivers, version)
+    sync.before_version = partial(run.world.accounts.close_window, placement.leader)
     if service is not None:
         host = service.host
         host.sync = sync

@@ -24,6 +24,7 @@ from rl.sync.plan import aligned
 from rl.sync.verification import Verifier, differing, digest_rows
 from rl.sync.weights import Receiver, SyncSettings, WeightSync
 from rl.watch.heart import HEART
+from rl.watch.ledger import Awaited
 from rl.world.messages import Letter, Mailbox, Message
 from rl.world.service import Service
 
@@ -171,8 +172,8 @@ class WeightDonation(Service):
     @property
     def awaited(self) -> str:
         if self._intake is not None:
-            return f"weights from rank {self._intake.donors[0]}"
-        return "weights on the other ranks of its engine" if self._unfilled else ""
+            return Awaited(f"weights from rank {self._intake.donors[0]}", "rollout")
+        return Awaited("weights on the other ranks of its engine", "rollout") if self._unfilled else ""
 
     def require_possible(self, error: Exception) -> None:
         """Raise DonationError if a rebuilt engine could get its version from no other engine. `error` is why it must

@@ -8,6 +8,7 @@ stay in step, and every rank raises. verification.py says what is compared. A re
 leader's verdict. Until then it serves nothing.
 """
 
+import functools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -107,6 +108,7 @@ class WeightSync:
         """`version` is the last published version. It is not 0 when a run resumes."""
         self.version = version
         self.metrics: dict[str, float] = {}  # of the last version; equal on all ranks
+        self.before_version: Callable[[int], None] = lambda version: None  # called when the sync of a version begins
         self._step = 0  # the step that samples from the current version; only actors know it
         self._round = self._num_published = 0
         self._has_opaque = False  # whether a receiver of any rank cannot be read back
@@ -176,12 +178,16 @@ class WeightSync:
         what, is_again = f"version {version} of the weights", version == self.version
         self._taking = [(receiver, layout) for receiver, layout in self._receivers if receiver.version != version]
         self._num_published += not is_again
+        if not is_again:
+            self.before_version(version)
         interval = self._config.probe_interval
         # The first two versions are always probed: engines hold dummy weights before the first, and have sampled for
         # the first time before the second.
         is_due = self._num_published <= 2 or (interval > 0 and version % interval == 0)
         self._agree(f"{what}, not joined everywhere", SyncReport(self._round + 1), lambda reports: "")
-        self._agree(f"{what}, not transferred everywhere", self._move_buckets(), self._verifier.check_transfer)
+        began = time.perf_counter()
+        check_transfer = functools.partial(self._check_transfer, began, is_again)
+        self._agree(f"{what}, not transferred everywhere", self._move_buckets(), check_transfer)
         # An error in these forward passes ends the world at once, because other ranks compute in the same passes.
         if self._is_verified and (is_due or self._has_opaque) and not is_again and self._source is not None:
             # A rebuilt receiver may need the logprobs later, when the learner may be offloaded.
@@ -198,10 +204,16 @@ class WeightSync:
         self.version = version
         HEART.describe(version=version)
 
+    def _check_transfer(self, began: float, is_again: bool, reports: dict[int, SyncReport]) -> str:
+        """Compare the digests, and measure the transfer. Without digests, nobody waits until it is over."""
+        if self._is_verified and self._plan.receivers and not is_again:
+            self.metrics = {"perf/sync_gb_per_s": self._plan.num_bytes / 1e9 / (time.perf_counter() - began)}
+        return self._verifier.check_transfer(reports)
+
     def _check_probe(self, reports: dict[int, SyncReport]) -> str:
         gaps = [gap for _, gap in self._verifier.probe_gaps(reports)]  # none if no receiver has a model
         if gaps and self._config.probe_interval == 1:  # otherwise only some steps would have the metric
-            self.metrics = {"policy/probe_gap": max(gaps)}
+            self.metrics = self.metrics | {"policy/probe_gap": max(gaps)}
         return self._verifier.check_probe(reports, self._probe.limit)
 
     def _agree(self, failure: str, report: SyncReport, check: Check, is_timed: bool = True) -> None:

@@ -15,9 +15,10 @@ import msgspec
 
 from rl.common.files import run_within_wait
 from rl.common.text import format_ranks
+from rl.watch.activities import summarize_activities
 from rl.watch.culprit import RankState, describe_others, describe_silence, find_culprit
-from rl.watch.gpu import measurements
 from rl.watch.reports import CAUSES, TOLD_TO_END, AttemptHistory, Cause, Report
+from rl.watch.usage import measurements
 
 COLLECT_S = 0.7  # to collect further reports after the first
 MAX_COLLECT_S = 3.0  # the same while only consequences are reported, such as broken connections
@@ -56,6 +57,8 @@ class Board:
         self._is_diagnosing = False
         self._interrupt: Report | None = None  # a Ctrl-C, which explains most failures that follow it
         self._collector: int | None = None  # the rank that collects measurements of GPUs: the leader
+        self._viewer: int | None = None  # the rank that shows what all ranks are doing: the leader, on a terminal
+        self.rewards: tuple[float, float] | None = None  # means of the first and the last steps, told by the leader
 
     def handle(self, rank: int, message: dict[str, Any]) -> None:
         kind, now = message.pop("kind"), time.monotonic()
@@ -83,8 +86,12 @@ class Board:
             entry.state, entry.is_diagnosed, entry.heard_at = _read_state(rank, message), True, now
         elif kind == "done":
             entry.is_done = True
-        elif kind == "collect_gpus":
+        elif kind == "collect_usage":
             self._collector = rank
+        elif kind == "collect_activities":
+            self._viewer = rank
+        elif kind == "rewards":
+            self.rewards = msgspec.convert((message["first"], message["last"]), tuple[float, float])
 
     def report(self, report: Report) -> None:
         now = time.monotonic()
@@ -114,11 +121,16 @@ class Board:
             else:
                 self._decide()
 
-    def share_gpus(self) -> None:
-        """Send the newest measurements of all GPUs to the rank that collects them."""
+    def share_usage(self) -> None:
+        """Send the newest measurements of all ranks to the rank that collects them."""
         rows = measurements({rank: entry.about for rank, entry in self.entries.items()})
         if self._collector is not None and rows:
-            self._tell(self._collector, "gpus", rows=rows)
+            self._tell(self._collector, "usage", rows=rows)
+
+    def share_activities(self) -> None:
+        """Send what all ranks are doing to the rank that shows it."""
+        if self._viewer is not None:
+            self._tell(self._viewer, "activities", rows=summarize_activities(self.table()))
 
     def table(self) -> list[dict[str, Any]]:
         """Return a row for each rank, as status files hold them."""
@@ -171,7 +183,7 @@ class Board:
             stop, fatal, line = True, text, f"{FATAL}: {report.describe_repetition()}"
             text += f"\n{line}"
         self.verdict = {"stop": stop, "fatal": fatal, "is_told": report.cause in TOLD_TO_END, "line": line}
-        self.verdict["end"] = report.describe_end(is_final=stop)
+        self.verdict |= {"end": report.describe_end(is_final=stop), "step": report.step}
         for rank in self.entries:
             self._tell(rank, "abort", **self.verdict)
         self._say(text)

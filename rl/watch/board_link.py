@@ -45,7 +45,8 @@ class BoardServer:
         now = time.monotonic()
         if now - self._sent_at >= BEAT_S:
             self._sent_at = now
-            self.board.share_gpus()
+            self.board.share_usage()
+            self.board.share_activities()
             for peer in self._peers.values():
                 peer.send("alive")
 

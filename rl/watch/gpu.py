@@ -1,6 +1,4 @@
-"""Memory and utilization of GPUs, for tools/status.py and TensorBoard.
-
-    watchdog of each rank: GpuMeter --> board --> watchdog of the leader --> leader: GpuUse --> TensorBoard
+"""Memory and utilization of GPUs, for tools/status.py and TensorBoard (usage.py).
 
 The watchdog asks NVML, so the numbers stay current while its rank hangs. It calls the driver's own library, which every
 NVIDIA driver installs, and so needs neither torch nor a package. The rank says which card it uses.
@@ -9,10 +7,6 @@ NVIDIA driver installs, and so needs neither torch nor a package. The rank says 
 import ctypes
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 LIBRARY = "libnvidia-ml.so.1"
 STALE_S = 10.0  # after which a measurement is not shown any more, because the driver hangs
@@ -66,56 +60,3 @@ def _read_card(library: ctypes.CDLL, uuid: bytes) -> dict[str, int]:
         if not library.nvmlDeviceGetUtilizationRates(card, ctypes.byref(utilization)):
             found[UTILIZATION] = utilization.gpu
     return found
-
-
-class Measurement(NamedTuple):
-    """A measurement of a rank's card on its way to the leader. -1 means that the value is not known."""
-
-    rank: int
-    memory_mb: int
-    utilization: int
-
-
-def measurements(abouts: Mapping[int, Mapping[str, int]]) -> list[Measurement]:
-    """Return the measurements in what watchdogs said about their ranks. Ranks without a card are left out."""
-    values = {rank: (about.get(MEMORY, -1), about.get(UTILIZATION, -1)) for rank, about in abouts.items()}
-    return [Measurement(rank, *pair) for rank, pair in values.items() if pair != (-1, -1)]
-
-
-@dataclass
-class _Use:
-    """What one rank's card did since the last report."""
-
-    max_memory_mb: int = -1  # not known
-    utilization_sum: int = 0
-    utilization_count: int = 0
-
-
-class GpuUse:
-    """The measurements of all ranks since the last report. The I/O thread adds them, the main thread takes them."""
-
-    def __init__(self) -> None:
-        self._uses: dict[int, _Use] = defaultdict(_Use)
-        self._lock = threading.Lock()
-
-    def add(self, rows: Iterable[Iterable[Any]]) -> None:
-        """Add measurements. Each row has the fields of a Measurement."""
-        with self._lock:
-            for rank, memory_mb, utilization in rows:
-                use = self._uses[rank]
-                use.max_memory_mb = max(use.max_memory_mb, memory_mb)
-                if utilization >= 0:
-                    use.utilization_sum += utilization
-                    use.utilization_count += 1
-
-    def take(self) -> dict[str, float]:
-        """Return metrics for each rank: the highest memory in GB and the mean utilization in percent."""
-        with self._lock:
-            uses, self._uses = self._uses, defaultdict(_Use)
-        metrics: dict[str, float] = {}
-        for rank, use in sorted(uses.items()):
-            if use.max_memory_mb >= 0:
-                metrics[f"gpu/memory_gb/rank_{rank}"] = use.max_memory_mb * 2**20 / 1e9
-            if use.utilization_count:
-                metrics[f"gpu/utilization/rank_{rank}"] = use.utilization_sum / use.utilization_count
-        return metrics

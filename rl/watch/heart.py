@@ -14,6 +14,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rl.watch.ledger import BUSY, SYNC, WAIT, Ledger, role_of
+
 SIZE = 16_384  # bytes; holds four texts of MAX_ITEM characters, each of which JSON may write in 12 bytes
 # The memory begins with a sequence number, which is odd while a heartbeat is written, and the length of its text. The
 # times follow (the last fields of Heartbeat; any thread may write all but the first two), and then the text.
@@ -87,6 +89,7 @@ class Heart:
         self._lock = threading.RLock()
         self._count = self._tokens = 0
         self._stage_at = time.monotonic()
+        self.ledger, self._awaited_role = Ledger(BUSY + self._activity.stage), ""  # empty while the rank works
         self.renew()
 
     def renew(self) -> None:
@@ -142,6 +145,7 @@ class Heart:
                 self._activity.stage, self._stage_at = stage, time.monotonic()
             self._left.add(self._entry)
             self._entry, self._activity.item = (stage, item), item
+            self._book()
             self._use("")
             self._write()
 
@@ -152,10 +156,31 @@ class Heart:
             self._write()
 
     def wait(self, what: str) -> None:
-        """Announce that the rank waits for `what` from now on. An empty text ends the wait."""
+        """Announce that the rank waits for `what` from now on. An empty text ends the wait. The ledger counts the wait
+        for the role of an `Awaited` text."""
         with self._lock:
-            self._activity.waits_for = what[:MAX_ITEM]
+            self._activity.waits_for = str(what[:MAX_ITEM])
+            self._awaited_role = role_of(what) if what else ""
+            self._book()
             self._write()
+
+    @contextmanager
+    def in_collective(self, role: str) -> Iterator[None]:
+        """Count a collective of the ranks of a role as waiting for the others. The watchdog is not told: it finds out
+        from stacks which rank is missing in a collective."""
+        outer, self._awaited_role = self._awaited_role, role
+        self._book()
+        try:
+            yield
+        finally:
+            self._awaited_role = outer
+            self._book()
+
+    def _book(self) -> None:
+        """Switch the ledger to what the rank does now. Whoever waits in a weight sync waits for the sync."""
+        stage, role = self._activity.stage, self._awaited_role
+        waits_for = SYNC if role and stage == "sync" else role
+        self.ledger.switch(WAIT + waits_for if role else BUSY + stage)
 
     def touch_io(self) -> None:
         self._times[2] = time.monotonic()

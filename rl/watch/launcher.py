@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from rl.common.waiting import wait_until_readable
+from rl.watch.lease import ProcessIdentity
 from rl.watch.told import VARIABLE as TOLD_FILE
 from rl.watch.told import Level, Told, read_told, remove_told, tell
 
@@ -33,10 +34,17 @@ class Launcher:
         self._told_file = os.environ.get(TOLD_FILE, "")
         self._may_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT") != os.environ.get("TORCHELASTIC_MAX_RESTARTS")
         self._last_line = ""
+        self.launched_at = launch_time(pid)  # by time.time(), before all attempts of this launch
 
     @property
     def is_gone(self) -> bool:
         return self._exit_fd >= 0 and bool(wait_until_readable([self._exit_fd], 0))
+
+    @property
+    def restarts_ranks(self) -> bool:
+        """Whether somebody starts the ranks again after a failure that is not final."""
+        has_loop = bool(os.environ.get(STOP_FILE))  # it starts torchrun again
+        return has_loop or (self._may_restart and not self.is_gone)
 
     def stop(self) -> None:
         """Stop torchrun, and tell the loop in launch/run_node.sh not to start it again."""
@@ -116,6 +124,17 @@ class Launcher:
 
     def _marks(self) -> list[Path]:
         return list(self._attempt.parent.glob(f"attempt_*/{EARLY}")) if self._attempt is not None else []
+
+
+def launch_time(agent: int) -> float:
+    """Return when launch/run_node.sh or else torchrun's agent was started. Without torchrun, return the present."""
+    loop, now = int(os.environ.get("ONEWORLD_LAUNCHER", 0)), time.time()
+    for pid in (loop, agent):
+        with suppress(OSError):
+            if pid:
+                uptime_s = float(Path("/proc/uptime").read_text().split()[0])
+                return now - uptime_s + ProcessIdentity.of(pid).started / os.sysconf("SC_CLK_TCK")
+    return now
 
 
 def _write(variable: str, text: str) -> None:

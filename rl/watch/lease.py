@@ -274,17 +274,17 @@ class LeaseKeeper:
     def __init__(self, lease: Lease, renews: bool):
         """`renews` is true on one of the nodes that share a disk. The others only check whether the lease is lost."""
         self.lost: LeaseLost | None = None  # once it is set, nothing may be written to the run folder
-        self._lease, self._renews = lease, renews
+        self._lease, self.renews = lease, renews
 
     def check(self) -> None:
         self._keep(self._lease.check)
 
     def renew(self) -> None:
-        self._keep(self._lease.renew if self._renews else self._lease.check)
+        self._keep(self._lease.renew if self.renews else self._lease.check)
 
     def end(self, is_final: bool) -> None:
         with suppress(OSError):  # the file is gone after a takeover
-            if self._renews:
+            if self.renews:
                 self._lease.end(is_final)
 
     def _keep(self, work: Callable[[], None]) -> None:

@@ -20,6 +20,10 @@ class ServiceUnavailable(RuntimeError):
     """A service outside the world, such as the hub, failed for now. A restart may help, also the second time."""
 
 
+class UnhealthyRun(RuntimeError):
+    """A health rule has ended the run. A restart would not help."""
+
+
 @dataclass(frozen=True)
 class Report:
     """One rank's report of its failure."""

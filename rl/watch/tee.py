@@ -1,40 +1,90 @@
 """Copy a rank's console output to its log, whether Python, C++ or a child process writes it.
 
 A small process beside the rank reads the output, so that nothing is lost when the rank is killed. If the console is a
-terminal, the rank gets a pseudo-terminal instead of a pipe, so progress bars keep working.
+terminal, the rank gets a pseudo-terminal instead of a pipe, so progress bars keep working. A console that takes no
+output, for example after Ctrl-S, does not hold up the rank. Lines are passed on as a whole, because all ranks of a node
+share a console.
+
+Logs are bounded: when one has MAX_LOG bytes, it gets the suffix .1, replaces an older file of that name, and a new one
+begins. The logs of the newest MAX_ATTEMPTS attempts are kept.
+
+On the leader, the process also keeps the live view on the terminal (screen.py), and removes it when the rank ends.
 """
 
 import fcntl
+import json
 import os
 import queue
+import shutil
 import socket
 import sys
 import termios
 import threading
+import time
 import tty
+from collections import deque
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from rl.common.text import format_bytes
 from rl.common.waiting import wait_until_readable, wait_until_writable
 from rl.watch.parent import leave_rank
+from rl.watch.screen import Screen, Size, ViewFrame, find_terminal_owner, is_in_foreground
 
 MAX_EARLY = 4 << 20  # bytes kept until the run's folder is known
 MAX_BEHIND = 16 << 20  # bytes waiting for a slow disk; further output is not logged
+MAX_UNSHOWN = 4 << 20  # bytes waiting for a console; further output is only logged
+MAX_LOG = 32 << 20  # bytes of a log before it is moved aside
+MAX_ATTEMPTS = 50  # attempts whose logs are kept
 HANG_S = 5.0  # without progress of the disk, after which the rest of the log is given up
 MESSAGE = b"oneworld: "  # begins our messages
 TICK_S = 1.0  # between two checks of the terminal's size
+VIEW_TICK_S = 0.25  # the same while there is a view
+HOLD_S = 0.2  # for the rest of a line: Python may write a line and its end separately, and other ranks in between
+MAX_HELD = 1 << 16  # bytes
+MAX_PACKET = 1 << 17  # bytes of a message from the rank
 STDOUT, STDERR = 1, 2
 
 
-def start_tee() -> socket.socket:
-    """Fork the process that copies output. Return the socket over which `write_log` sends it a file."""
+class TeeLink:
+    """The rank's connection to its tee. No call waits for the terminal or a disk."""
+
+    def __init__(self, connection: socket.socket):
+        self._connection = connection
+
+    def write_log(self, path: Path) -> None:
+        """Write all output to a file, including earlier output. Raise OSError if the file cannot be created."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            socket.send_fds(self._connection, [os.fsencode(path.absolute())], [file])
+        finally:
+            os.close(file)
+
+    def show(self, frame: ViewFrame | None) -> None:
+        """Show a frame at the bottom of the terminal from now on, or remove it. Ignore this without a terminal."""
+        self._send("show", frame)
+
+    def log(self, text: str) -> None:
+        """Write a text to the log only."""
+        self._send("note", text)
+
+    def _send(self, kind: str, value: object) -> None:
+        with suppress(OSError):  # the tee is gone, or too busy for something that is not needed
+            self._connection.send(json.dumps([kind, value]).encode(), socket.MSG_DONTWAIT)
+
+
+def start_tee() -> TeeLink:
+    """Fork the process that copies output."""
     sys.stdout.flush()
     sys.stderr.flush()
     is_one = os.path.sameopenfile(STDOUT, STDERR)  # then both share one stream, which keeps their order
     streams = [_open(number) for number in ((STDOUT,) if is_one else (STDOUT, STDERR))]
-    ours, theirs = socket.socketpair()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    owner = find_terminal_owner(os.getpid(), os.getppid())
     if os.fork():
+        os.register_at_fork(after_in_child=ours.close)  # so that the tee notices the end of the rank at once
         theirs.close()
         for stream in streams:
             os.dup2(stream.writer, stream.console)
@@ -42,30 +92,32 @@ def start_tee() -> socket.socket:
             os.close(stream.reader)
         if is_one:
             os.dup2(STDOUT, STDERR)
-        return ours
+        return TeeLink(ours)
     try:
         ours.close()
         leave_rank()
         for stream in streams:
             os.close(stream.writer)
-        _Tee(streams, theirs).run()
+        _Tee(streams, theirs, owner).run()
     finally:
         os._exit(0)
 
 
-def write_log(connection: socket.socket, path: Path) -> None:
-    """Write all output to a file, including earlier output. Raise OSError if the file cannot be created."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    try:
-        socket.send_fds(connection, [b"log"], [file])
-    finally:
-        os.close(file)
-
-
 def next_attempt(logs: Path) -> int:
-    numbers = [path.name.removeprefix("attempt_") for path in logs.glob("attempt_*")]
-    return 1 + max((int(number) for number in numbers if number.isdecimal()), default=0)
+    return 1 + max(_attempts(logs), default=0)
+
+
+def remove_old_attempts(logs: Path, attempt: int) -> None:
+    """Remove the logs of all but the newest MAX_ATTEMPTS attempts, of which `attempt` is the last."""
+    for number, folder in _attempts(logs).items():
+        if number <= attempt - MAX_ATTEMPTS:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _attempts(logs: Path) -> dict[int, Path]:
+    """Return the folders of attempts by number."""
+    found = {path.name.removeprefix("attempt_"): path for path in logs.glob("attempt_*")}
+    return {int(number): path for number, path in found.items() if number.isdecimal()}
 
 
 class _Stream(NamedTuple):
@@ -92,35 +144,62 @@ def _copy_size(stream: _Stream) -> None:
 
 
 class _Tee:
-    def __init__(self, streams: list[_Stream], connection: socket.socket):
+    def __init__(self, streams: list[_Stream], connection: socket.socket, owner: int):
+        """`owner` is the process whose job has the terminal."""
         self._streams = {stream.reader: stream for stream in streams}
-        self._connections = [connection]  # until it has sent the log
+        self._consoles = {stream.console: _Console(stream.console) for stream in streams}
+        self._connections = [connection]  # until the rank ends
+        self._owner = owner
         self._log: _Log | None = None
         self._early: bytes | None = b""  # output before the log is known; None afterwards
-        self._broken: set[int] = set()  # consoles that are gone
+        self._frame: ViewFrame | None = None  # the newest one, whether it is shown or not
         self._unfinished: set[int] = set()  # terminals whose last line has no end yet, such as a line of progress
+        self._held: dict[int, bytes] = {}  # the beginning of a line, by console
+        self._held_until = 0.0
 
     def run(self) -> None:
         while self._streams:
-            ready = wait_until_readable([*self._streams, *self._connections], TICK_S)
+            tick_s = HOLD_S if self._held else TICK_S if self._frame is None else VIEW_TICK_S
+            ready = wait_until_readable([*self._streams, *self._connections], tick_s)
             for connection in [each for each in self._connections if each.fileno() in ready]:
-                self._take_log(connection)
+                self._read_rank(connection)
             for stream in [stream for reader, stream in self._streams.items() if reader in ready]:
                 self._pass_on(stream)
+            if self._held and time.monotonic() >= self._held_until:
+                self._release()
             for stream in self._streams.values():
                 _copy_size(stream)
+            if self._frame is not None:
+                self._consoles[STDOUT].show(self._frame if is_in_foreground(self._owner) else None)
+        self._release()
+        for console in self._consoles.values():
+            console.show(None)
+            console.finish()
         if self._log is not None:
             self._log.finish()
 
-    def _take_log(self, connection: socket.socket) -> None:
+    def _read_rank(self, connection: socket.socket) -> None:
         try:
-            _, files, _, _ = socket.recv_fds(connection, 16, 1)
+            packet, files, _, _ = socket.recv_fds(connection, MAX_PACKET, 1)
         except OSError:
-            files = []
+            packet, files = b"", []
         if files:
-            self._log = _Log(files[0])
+            self._log = _Log(files[0], packet)
             self._log.write(self._early or b"")
-        self._connections, self._early = [], None
+            self._early = None
+        elif packet:
+            self._obey(*json.loads(packet))
+        else:  # the rank has ended
+            self._connections, self._early = [], None
+            self._obey("show", None)
+
+    def _obey(self, kind: str, value: Any) -> None:
+        if kind == "note":
+            self._keep(value.encode(errors="replace"))
+            return
+        self._frame = None if value is None else ViewFrame(tuple(value[0]), Size(*value[1]))
+        if self._frame is None:
+            self._consoles[STDOUT].show(None)
 
     def _pass_on(self, stream: _Stream) -> None:
         try:
@@ -131,12 +210,27 @@ class _Tee:
             del self._streams[stream.reader]
             return
         part = self._end_line(stream.console, part)
+        self._keep(part)
+        lines, end, rest = (self._held.pop(stream.console, b"") + part).rpartition(b"\n")
+        if len(rest) > MAX_HELD:
+            lines, end, rest = lines + end, rest, b""
+        if end:
+            self._consoles[stream.console].write(lines + end)
+        if rest:
+            self._held[stream.console], self._held_until = rest, time.monotonic() + HOLD_S
+
+    def _release(self) -> None:
+        """Show lines that have no end, such as a line of progress."""
+        for console, part in self._held.items():
+            self._consoles[console].write(part)
+        self._held = {}
+
+    def _keep(self, part: bytes) -> None:
+        """Write to the log, or remember it for the log."""
         if self._early is not None:
             self._early = (self._early + part)[-MAX_EARLY:]
         if self._log is not None:
             self._log.write(part)
-        if stream.console not in self._broken and not _write(stream.console, part):
-            self._broken.add(stream.console)  # keep writing the log
 
     def _end_line(self, console: int, part: bytes) -> bytes:
         """Return the output with a line of its own for a message that follows an unfinished line."""
@@ -148,12 +242,81 @@ class _Tee:
         return part
 
 
-class _Log(threading.Thread):
-    """Write the log in a thread. If the disk hangs or is full, log lines are lost, but the run and console go on."""
+class _Console(threading.Thread):
+    """Write to a console in a thread, because the console may take nothing for hours. Then output is kept up to a
+    bound, and only the newest frame is painted later. A console that is gone takes everything and shows nothing."""
 
     def __init__(self, file: int):
         super().__init__(daemon=True)
-        self._file = file
+        self._file, self._is_gone = file, False
+        self._screen = Screen()
+        self._changed = threading.Condition()
+        self._parts: deque[bytes] = deque()
+        self._num_kept = self._num_lost = 0  # bytes
+        self._frame: ViewFrame | None = None
+        self._size = Size(0, 0)
+        self._is_painted, self._is_ending = True, False
+        self.start()
+
+    def write(self, part: bytes) -> None:
+        with self._changed:
+            if self._num_kept > MAX_UNSHOWN:
+                self._num_lost += len(part)
+                return
+            self._num_kept += len(part)
+            self._parts.append(part)
+            self._changed.notify()
+
+    def show(self, frame: ViewFrame | None) -> None:
+        """Show a frame, or repaint it if the terminal's size has changed."""
+        size = _size_of(self._file) if frame is not None else self._size
+        with self._changed:
+            if (frame, size) != (self._frame, self._size):
+                self._frame, self._size, self._is_painted = frame, size, False
+                self._changed.notify()
+
+    def finish(self) -> None:
+        """Wait until the console has taken everything that is kept."""
+        with self._changed:
+            self._is_ending = True
+            self._changed.notify()
+        self.join()
+
+    def run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._parts or not self._is_painted or self._is_ending)
+                text, num_lost = b"".join(self._parts), self._num_lost
+                self._parts.clear()
+                self._num_lost = 0
+                paint = b"" if self._is_painted else self._screen.update(self._frame, self._size)
+                self._is_painted = True
+                is_end = self._is_ending and not text and not paint
+            if is_end:
+                return
+            if num_lost:
+                why = "because this console took no output; the log has them"
+                text += f"\noneworld: {format_bytes(num_lost)} are not shown, {why}\n".encode()
+            for part in (text, paint):
+                if part and not self._is_gone and not _write(self._file, part):
+                    self._is_gone = True
+            with self._changed:
+                self._num_kept = sum(map(len, self._parts))
+
+
+def _size_of(console: int) -> Size:
+    try:
+        return Size(*os.get_terminal_size(console))
+    except OSError:  # no terminal
+        return Size(0, 0)
+
+
+class _Log(threading.Thread):
+    """Write the log in a thread. If the disk hangs or is full, log lines are lost, but the run and console go on."""
+
+    def __init__(self, file: int, path: bytes):
+        super().__init__(daemon=True)
+        self._file, self._path, self._num_bytes = file, path, os.fstat(file).st_size
         self._parts: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._num_taken = self._num_written = 0  # bytes
         self.start()
@@ -175,6 +338,18 @@ class _Log(threading.Thread):
         while (part := self._parts.get()) is not None:
             _write(self._file, part)
             self._num_written += len(part)
+            self._num_bytes += len(part)
+            if self._num_bytes >= MAX_LOG:
+                self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        """Move the file aside, and begin another one. If that fails, the next MAX_LOG bytes go to the same file."""
+        self._num_bytes = 0
+        with suppress(OSError):
+            os.replace(self._path, self._path + b".1")
+            file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            os.close(self._file)
+            self._file = file
 
 
 def _write(file: int, part: bytes) -> bool:

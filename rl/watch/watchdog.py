@@ -21,6 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rl.common.events import Kind, write_end_of_world
 from rl.common.files import WAIT_S, write_atomically
 from rl.common.json_channel import JsonChannel
 from rl.watch.board import BEAT_S
@@ -36,6 +37,8 @@ from rl.watch.process import RankProcess, remove_segments
 from rl.watch.reports import AttemptHistory, Cause, Report
 from rl.watch.stacks import Stacks
 from rl.watch.told import VERDICT_S
+from rl.watch.usage import HOST_MEMORY
+from rl.watch.webhook import Ending, Status, Webhook
 
 TICK_S = 0.1
 GRACE_S = 3.0  # after the verdict, before a rank that has not exited is killed
@@ -86,12 +89,13 @@ class Watchdog:
         self._about: dict[str, int] = {}  # about the process and its GPU, for status files
         self._gpu = GpuMeter("")  # until the rank names its card
         self._has_raised = self._is_unfit = self._is_done = self._is_aborted = self._is_final = self._is_told = False
-        self._end = ""  # how the world ended, for status files
+        self._end, self._end_step = "", 0  # how the world ended, and at which step, for status files and events
         self._lease: LeaseKeeper | None = None  # only in the watchdog of a node's first rank
         self._renewed_at = 0.0
         self._quiet_until = 0.0
         self._kill_at = math.inf
         self._writers: dict[str, threading.Thread] = {}
+        self._webhook = Webhook()
         self._end_at: float | None = None  # when this process ends at the latest; None while the rank lives
 
     def run(self) -> None:
@@ -113,6 +117,7 @@ class Watchdog:
         if self._lease is not None and (is_final or not self._is_told):
             self._write("lease", self._lease.end, is_final)
             self._join_writers()
+        self._webhook.join()
         if line := self._launcher.wait_to_repeat(is_end=self._is_final or self._is_told):
             say(line)
         self._launcher.end()
@@ -169,9 +174,17 @@ class Watchdog:
         """Measure this card from now on."""
         self._gpu = GpuMeter(uuid)
 
-    def _on_collect_gpus(self) -> None:
-        """Pass the measurements of all ranks' cards to this rank from now on. Only the leader asks for this."""
-        self._send("collect_gpus")
+    def _on_collect_usage(self) -> None:
+        """Pass the measurements of all ranks to this rank from now on. Only the leader asks for this."""
+        self._send("collect_usage")
+
+    def _on_rewards(self, first: float, last: float) -> None:
+        """Keep the rewards of the run for the message about its end. Only the leader sends them."""
+        self._send("rewards", first=first, last=last)
+
+    def _on_collect_activities(self) -> None:
+        """Pass on to this rank what all ranks are doing. Only a leader with a live view asks for this."""
+        self._send("collect_activities")
 
     def _on_lease(self, folder: str, number: int, owner: dict[str, Any], token: str, renews: bool) -> None:
         """Renew the lease on the run folder from now on."""
@@ -185,6 +198,7 @@ class Watchdog:
         self._monitor.update()
         self._send_beat()  # so that status files show the final state
         self._send("done")
+        self._notify("finished", self._monitor.beat.activity.step, "")
 
     def _on_unfit(self, line: str) -> None:
         """Stop torchrun, because a setting keeps this node's ranks from joining. The first of them has printed why."""
@@ -246,7 +260,7 @@ class Watchdog:
     def _on_lost_board(self, text: str) -> None:
         if self._is_settled:
             return
-        self._end = f"rank 0 {text}"
+        self._end, self._end_step = f"rank 0 {text}", self._monitor.beat.activity.step
         if self._local_rank == 0:  # one line per node, because no board prints one for all
             rank, host, stage = self._monitor.rank, self._monitor.host, self._monitor.beat.activity.stage
             self._say_last(f"oneworld: rank 0 {text} (seen by rank {rank} on {host}, stage {stage})")
@@ -256,13 +270,13 @@ class Watchdog:
         kind = message.pop("kind")
         if kind == "diagnose":
             self._monitor.start_diagnosis()
-        elif kind == "gpus":
+        elif kind in ("usage", "activities"):
             if not self._rank_channel.has_unsent:  # a rank that does not read must still be told to end
-                self._rank_channel.send("gpus", rows=message["rows"])
+                self._rank_channel.send(kind, rows=message["rows"])
         elif kind == "wait":
             self._quiet_until = time.monotonic() + self._monitor.silence.floor_s
         elif kind == "abort" and not self._is_aborted:
-            self._end = message.pop("end", self._end)
+            self._end, self._end_step = message.pop("end", self._end), message.pop("step", self._end_step)
             self._is_aborted = True
             self._abort(**message)
 
@@ -278,10 +292,30 @@ class Watchdog:
             self._launcher.stop()  # before it sees a dead worker and restarts it
         self._rank_channel.send("abort", stop=stop)
         self._kill_at = time.monotonic() + (0.0 if self._monitor.state().frozen else GRACE_S)
+        if has_board and self._webhook.is_set:
+            self._write("webhook", self._notify_unless_restarted, self._end_step, line)
         if is_first and self._monitor.folder is not None:
             self._write("history", self._note_end, self._monitor.folder, self._monitor.beat.activity.step, fatal)
         if line and is_first and not has_board:
             say(line)  # at the end, because the console may hang
+
+    def _notify_unless_restarted(self, step: int, line: str) -> None:
+        """Tell the webhook about the end of a world, if it is the end of the run."""
+        if self._is_told:  # by a signal, after which torchrun ends or starts the ranks again
+            if self._is_final or self._launcher.wait_until_ending(VERDICT_S):
+                self._notify("stopped", step, line)
+        elif self._is_final or not self._launcher.restarts_ranks:
+            self._notify("failed", step, line)
+
+    def _notify(self, status: Status, step: int, reason: str) -> None:
+        """Send a message to the webhook in a thread. Only the watchdog of rank 0 does, and only once."""
+        if self._server is None:
+            return
+        first, last = self._server.board.rewards or (None, None)
+        name = self._monitor.folder.name if self._monitor.folder is not None else ""
+        duration_s = round(time.time() - self._launcher.launched_at, 1)
+        reason = reason.removeprefix("oneworld: ")
+        self._webhook.start(Ending(name, status, step, duration_s, reason, first, last))
 
     def _note_end(self, folder: Path, step: int, fatal: str) -> None:
         if self._lease is not None:
@@ -289,6 +323,9 @@ class Watchdog:
             if self._lease.lost:
                 return
         history = AttemptHistory(folder)
+        if self._lease is not None and self._lease.renews:  # true of one watchdog per disk
+            kind: Kind = "stop" if self._is_told else "fault"
+            write_end_of_world(folder, self._monitor.world, kind, self._end_step, self._end)
         if fatal:
             history.write_fatal(fatal)
         if self._server is not None:
@@ -345,7 +382,7 @@ class Watchdog:
         rate = (tokens - self._sent_tokens) / max(now - self._sent_at, 0.1)
         self._sent_at, self._sent_tokens = now, tokens
         self._out_of_memory_kills.look()
-        self._about = {"pid": process.pid, "tokens_per_s": round(rate), "memory_mb": process.memory_mb}
+        self._about = {"pid": process.pid, "tokens_per_s": round(rate), HOST_MEMORY: process.memory_mb}
         self._about |= self._gpu.look()
         self._send("beat", state=asdict(self._monitor.state()), about=self._about)
 

@@ -9,7 +9,6 @@ import gc
 import os
 import resource
 import signal
-import socket
 import sys
 from pathlib import Path
 from typing import NoReturn
@@ -17,7 +16,7 @@ from typing import NoReturn
 from rl.common.json_channel import JsonChannel
 from rl.rewards.launch import ServerProcess, launch
 from rl.watch.parent import die_with_parent
-from rl.watch.tee import start_tee, write_log
+from rl.watch.tee import TeeLink, start_tee
 from rl.watch.watchdog import start_watchdog
 
 MARK = "ONEWORLD_RANK_PROCESS"
@@ -26,7 +25,7 @@ MARK = "ONEWORLD_RANK_PROCESS"
 if "TORCHELASTIC_RUN_ID" in os.environ:
     die_with_parent(signal.SIGKILL)  # otherwise a killed agent would leave orphans that hold GPUs
 _watchdog = None
-_tee: socket.socket | None = None
+_tee: TeeLink | None = None
 _reward_server: ServerProcess | None = None
 if "RANK" in os.environ and MARK not in os.environ:
     os.environ[MARK] = str(os.getpid())  # children that import this module are not ranks
@@ -80,7 +79,12 @@ def exit_before_join(code: int, error: str = "") -> NoReturn:
 def log_to(path: Path) -> None:
     """Copy this rank's whole console output to a file. Do nothing if torchrun did not start this process."""
     if _tee is not None:
-        write_log(_tee, path)
+        _tee.write_log(path)
+
+
+def tee_link() -> TeeLink | None:
+    """Return the connection to the process that copies this rank's console output. None without torchrun."""
+    return _tee
 
 
 def reward_server() -> ServerProcess:

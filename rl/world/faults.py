@@ -5,7 +5,8 @@ The board also receives reports of dead and silent ranks. It prints one report a
 A watchdog kills a rank that does not exit by itself, so a stuck collective cannot keep the world alive.
 
 torchrun restarts workers after any failure. So the watchdog of each node's first rank stops the torchrun agent after a
-fatal error (bad settings, Ctrl-C, the same error at the same step twice). `FATAL` in the run's folder says why.
+fatal error (bad settings, Ctrl-C, a health rule, the same error at the same step twice). `FATAL` in the run's folder
+says why.
 """
 
 import bdb
@@ -23,10 +24,12 @@ import torch.distributed as dist
 
 from rl.common.credentials import hide_credentials
 from rl.common.json_channel import JsonChannel
+from rl.common.notices import NOTICES
 from rl.common.waiting import wait_until_readable
 from rl.config.schema import ConfigError
-from rl.watch.gpu import GpuUse
-from rl.watch.reports import Cause, Report, ServiceUnavailable
+from rl.watch.activities import RoleActivity
+from rl.watch.reports import Cause, Report, ServiceUnavailable, UnhealthyRun
+from rl.watch.usage import ResourceUse
 from rl.world.debugger import Debugger
 from rl.world.messages import Mailbox, PeerLost
 from rl.world.progress import Progress
@@ -53,7 +56,8 @@ class FaultReporter:
         self.has_post_mortem = False  # opens a debugger at every error of this rank, before the error is reported
         self.ignores_lost_connections = False  # turns True when this rank has done its work
         self._progress, self._mail, self._watchdog, self._debugger = progress, mail, watchdog, debugger
-        self.gpus = GpuUse()  # of all ranks, on the leader
+        self.usage = ResourceUse()  # of all ranks, on the leader
+        self.activities: list[RoleActivity] = []  # of all ranks, on a leader with a live view
         self._verdict = threading.Event()  # set when the world is ending
         self.is_over = self._verdict.is_set
         self._stops_launcher = False
@@ -65,6 +69,8 @@ class FaultReporter:
 
     def fail(self, error: BaseException) -> int:
         """Report an exception of this rank, wait for the verdict, and return the exit code."""
+        with suppress(OSError):
+            NOTICES.summarize()
         if not isinstance(error, Aborted):
             report = self._describe(error)
             if self.has_post_mortem and report.cause == "error":
@@ -116,7 +122,7 @@ class FaultReporter:
             cause = "interrupt"
         elif isinstance(error, Stopped):
             cause = "stopped"
-        elif isinstance(error, ConfigError):
+        elif isinstance(error, ConfigError | UnhealthyRun):
             cause = "fatal"
         elif isinstance(error, ServiceUnavailable):
             cause = "unavailable"
@@ -133,8 +139,11 @@ class FaultReporter:
     def _on_watchdog(self, source: socket.socket) -> None:
         """Handle messages of the watchdog. Called in the I/O thread."""
         for message in self._watchdog.receive():
-            if message["kind"] == "gpus":
-                self.gpus.add(message["rows"])
+            if message["kind"] == "usage":
+                self.usage.add(message["rows"])
+                continue
+            if message["kind"] == "activities":
+                self.activities = [RoleActivity(*row) for row in message["rows"]]
                 continue
             assert message["kind"] == "abort", message
             self._stops_launcher = message["stop"]

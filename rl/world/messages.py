@@ -31,6 +31,7 @@ import msgspec
 from rl.common.framing import Frame, FrameReader, pack
 from rl.common.handshake import Listener, Refusals, connect
 from rl.watch.heart import HEART
+from rl.watch.ledger import NETWORK, Awaited
 
 MAX_HELLO_BYTES = 1 << 10
 MAX_HEAD_BYTES, MAX_PAYLOAD_BYTES = 64 << 20, 1 << 40
@@ -44,7 +45,8 @@ SILENCE_S = 16  # the kernel closes a connection after its host has not answered
 class Message:
     """Base class of all messages. Subclasses are frozen dataclasses. The name of the class is the message's kind."""
 
-    awaited: ClassVar[str] = ""  # how reports name what a receiver waits for; default: the class name in words
+    # How reports name what a receiver waits for; default: the class name in words. An `Awaited` text also has a role.
+    awaited: ClassVar[str] = ""
     kinds: ClassVar[set[str]] = set()  # names of all subclasses
 
     def __init_subclass__(cls) -> None:
@@ -201,7 +203,7 @@ class Mailbox:
                         return arrived.decode(by_name[arrived.kind])
                 if (left := deadline - time.monotonic()) <= 0:
                     return None
-                with waiting(awaited or " or ".join(map(_words, kinds))):
+                with waiting(awaited or _describe_wait(kinds)):
                     self._arrived.wait(left)
 
     def receive_next(self, kind: type[M], among: Container[str]) -> Letter[M] | None:
@@ -235,7 +237,7 @@ class Mailbox:
 
     def _connect(self, rank: int) -> socket.socket:
         contact = self._contacts[rank]
-        with waiting(f"rank {rank} to accept a connection"):
+        with waiting(Awaited(f"rank {rank} to accept a connection", NETWORK)):
             connection = connect((contact.host, contact.port), self._key, SEND_TIMEOUT_S)
         _notice_silence(connection)
         connection.settimeout(SEND_TIMEOUT_S)
@@ -317,7 +319,7 @@ def _send_all(connection: socket.socket, data: bytes | bytearray | memoryview, r
     with suppress(BlockingIOError):
         sent = connection.send(view, socket.MSG_DONTWAIT)
     if sent < len(view):
-        with waiting(f"rank {rank} to read a message"):
+        with waiting(Awaited(f"rank {rank} to read a message", NETWORK)):
             connection.sendall(view[sent:])
 
 
@@ -328,6 +330,11 @@ def _notice_silence(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, SILENCE_S // 8))
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_S * 1000)
+
+
+def _describe_wait(kinds: tuple[type[Message], ...]) -> str:
+    """Return what a receiver of these kinds waits for."""
+    return _words(kinds[0]) if len(kinds) == 1 else " or ".join(map(_words, kinds))
 
 
 def _words(kind: type[Message]) -> str:

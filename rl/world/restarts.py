@@ -10,7 +10,7 @@ import psutil
 
 from rl.config.schema import ConfigError
 from rl.watch.reports import AttemptHistory
-from rl.watch.tee import next_attempt
+from rl.watch.tee import next_attempt, remove_old_attempts
 from rl.world.bootstrap import log_to
 from rl.world.messages import waiting
 from rl.world.sealed_store import SealedStore
@@ -29,6 +29,7 @@ class Restarts:
         self._history: AttemptHistory | None = None
         self._furthest_step: float = 0  # of earlier attempts, and the first of this one; infinite once it was exceeded
         self._has_begun = False
+        self.attempt = 0  # number of this attempt among all of the run, once its log is open
 
     def open_history(self, folder: Path) -> None:
         if not self._is_first_on_node:
@@ -44,11 +45,13 @@ class Restarts:
         """Write this rank's output to a log. Rank 0 chooses the number of the attempt for all nodes."""
         if self._rank == 0:
             store.set("attempt", next_attempt(logs))
-        number = store.get("attempt")
+        self.attempt = store.get("attempt")
         try:
-            log_to(logs / f"attempt_{number}" / f"rank_{self._rank}.log")
+            log_to(logs / f"attempt_{self.attempt}" / f"rank_{self._rank}.log")
         except OSError as error:
             print(f"oneworld: rank {self._rank} has no log of its own: {error}", file=sys.stderr, flush=True)
+        if self._is_first_on_node:
+            remove_old_attempts(logs, self.attempt)
 
     def back_off(self, max_attempts: int) -> None:
         """Wait if earlier attempts made no progress. Raise after `max_attempts` of them in a row."""

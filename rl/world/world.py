@@ -20,7 +20,10 @@ from torch.distributed.rendezvous import rendezvous
 from rl.common.handshake import SECRET, check_secret, derive_key
 from rl.common.json_channel import JsonChannel
 from rl.config.schema import Config, ConfigError
+from rl.placement.nodes import Nodes
+from rl.watch.activities import RoleActivity
 from rl.watch.recorder import keep_collectives
+from rl.world.accounts import Accounts
 from rl.world.address import own_address
 from rl.world.bootstrap import refuse, watchdog_channel
 from rl.world.debugger import Debugger
@@ -61,6 +64,7 @@ class World:
         self._restarts = Restarts(self.rank, local_rank)
         self.progress = Progress(self.rank, self._restarts)
         self.stage = self.progress.stage
+        self.accounts = Accounts(mail, self.progress)
         self._debugger = Debugger(self.rank, self._print_about_debugger)
         self.faults = FaultReporter(self.progress, mail, watchdog, self._debugger)
         self._signals = Signals(mail, self.faults)
@@ -74,6 +78,11 @@ class World:
     @property
     def step(self) -> int:
         return self.progress.step
+
+    @property
+    def attempt(self) -> int:
+        """The number of this start among all starts of the run."""
+        return self._restarts.attempt
 
     @property
     def roles(self) -> str:
@@ -140,13 +149,22 @@ class World:
         store = dist.PrefixStore("c10d", self.store.unsealed)
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=timeout)
 
-    def collect_gpus(self) -> None:
-        """Collect the memory and utilization of all ranks' GPUs from now on. `take_gpus` returns them."""
-        self.faults.tell_watchdog("collect_gpus")
+    def collect_usage(self) -> None:
+        """Collect the memory of all ranks and the use of their GPUs from now on. `take_usage` returns it."""
+        self.faults.tell_watchdog("collect_usage")
 
-    def take_gpus(self) -> dict[str, float]:
-        """Return the metrics of all ranks' GPUs since the last call. There are none on machines without NVML."""
-        return self.faults.gpus.take()
+    def collect_activities(self) -> Callable[[], list[RoleActivity]]:
+        """Collect what all ranks are doing from now on. Return a function that returns the newest state."""
+        self.faults.tell_watchdog("collect_activities")
+        return lambda: self.faults.activities
+
+    def tell_rewards(self, first: float, last: float) -> None:
+        """Let the watchdogs know the mean reward of the first and of the last steps. Called on the leader."""
+        self.faults.tell_watchdog("rewards", first=first, last=last)
+
+    def take_usage(self) -> dict[str, float]:
+        """Return metrics of all ranks and nodes since the last call. Without NVML, there are none of GPUs."""
+        return self.faults.usage.take(Nodes.from_local_ranks(self.local_ranks).node_of)
 
     def close(self) -> None:
         """End normally. Wait until all ranks are done, so that no rank reports the exit of another as a failure."""

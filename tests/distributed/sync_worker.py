@@ -181,8 +181,11 @@ class Job:
 
     def run(self) -> None:
         sync = self.make_sync()
+        self.seen |= {"num_bytes": sum(info.num_bytes for info in self.tensors), "seconds": []}
         for _ in range(3):
+            started = time.perf_counter()
             self.publish(sync)
+            self.seen["seconds"].append(time.perf_counter() - started)
             self.check(sync)
             self.train()
         for name, culprit in self.job.get("faults", {}).items():

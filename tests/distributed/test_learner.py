@@ -246,7 +246,8 @@ def test_on_policy_data_need_no_pass_for_old_logprobs(reference: Reference) -> N
     none, passed = (values_of(reference.folder, each) for each in ON_POLICY)
     for name in ("loss/policy", "optim/grad_norm", "policy/entropy", "policy/clip_fraction"):
         assert none[name] == pytest.approx(passed[name], abs=1e-5), name
-    assert none["policy/clip_fraction"] == 0.0
+    assert none["policy/clip_fraction"] == none["policy/kl_old_new"] == 0.0
+    assert passed["policy/kl_old_new"] < 1e-9  # other micro-batches
     assert none["policy/mismatch_kl"] > 0.01 and "policy/mismatch_kl" not in passed  # the engine's logprobs are random
     without, with_pass = (weights_of(reference.folder, each) for each in ON_POLICY)
     for name, tensor in without.items():
@@ -256,7 +257,8 @@ def test_on_policy_data_need_no_pass_for_old_logprobs(reference: Reference) -> N
 def test_recorded_logprobs_need_no_pass_in_several_steps(reference: Reference) -> None:
     """Every step compares the new policy with the logprobs that the engine recorded, with a loss of the user too."""
     recorded, passed = (values_of(reference.folder, each) for each in RECORDED)
-    for name in ("loss/policy", "loss/kl", "optim/grad_norm", "policy/entropy", "policy/clip_fraction"):
+    names = ("loss/policy", "loss/kl", "optim/grad_norm", "policy/entropy", "policy/clip_fraction", "policy/kl_old_new")
+    for name in names:
         assert recorded[name] == passed[name], name
     assert passed["policy/clip_fraction"] > 0.1
     assert not {"policy/mismatch_kl", "policy/staleness_kl"} & passed.keys()

@@ -141,6 +141,9 @@ def test_a_node_cannot_write_elsewhere(run: Run) -> None:
     assert not outside.exists()
 
 
+RUN_NAME = "x/."  # the folder of the run, and the folder in it that has the events
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
@@ -151,9 +154,9 @@ def served_rewards(port: int) -> list[float]:
     address = f"http://127.0.0.1:{port}/data/plugin/scalars"
     with urllib.request.urlopen(f"{address}/tags", timeout=20) as answer:
         tags = json.load(answer)
-    if "reward/mean" not in tags.get(".", {}):
+    if "reward/mean" not in tags.get(RUN_NAME, {}):
         return []
-    with urllib.request.urlopen(f"{address}/scalars?run=.&tag=reward/mean", timeout=20) as answer:
+    with urllib.request.urlopen(f"{address}/scalars?run={RUN_NAME}&tag=reward/mean", timeout=20) as answer:
         return [value for _, _, value in json.load(answer)]
 
 
@@ -166,9 +169,8 @@ def test_tensorboard_serves_on_the_loopback_and_follows_the_run(run: Run) -> Non
     port = free_port()
     options = [run.here, "--nodes", run.nodes, *run.ssh, "--port", str(port), "--interval", "0.5"]
     person = tool("open_tensorboard.py", *options, timeout_s=40)
-    person.expect(
-        rf"http://127.0.0.1:{port}/ on this machine; from your own machine, first run: ssh -N -L (\S+) (\S+)\r"
-    )
+    person.expect(rf"http://127.0.0.1:{port}/#custom_scalars\S* on this machine; from your own machine, first run: ")
+    person.expect(r"ssh -N -L (\S+) (\S+)\r")
     assert (person.match[1], person.match[2]) == (f"{port}:127.0.0.1:{port}", socket.gethostname())
     person.expect(rf"TensorBoard \S+ at http://127.0.0.1:{port}/")
     events.write_bytes(whole)

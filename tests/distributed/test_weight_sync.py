@@ -101,7 +101,17 @@ def test_every_rank_knows_the_result_of_the_probe(seen: dict[str, list[dict]]) -
     first, *others = (rank["metrics"] for rank in seen["inference ranks"])
     assert len(first) == 3 and all(0 <= metrics["policy/probe_gap"] < 0.25 for metrics in first)
     assert others == [first] * (NUM_RANKS - 1)
-    assert all(not any(rank["metrics"]) for rank in seen["collocated"])
+    assert not any("policy/probe_gap" in metrics for rank in seen["collocated"] for metrics in rank["metrics"])
+
+
+@pytest.mark.timeout(240)
+def test_every_rank_knows_how_fast_the_transfer_was(seen: dict[str, list[dict]]) -> None:
+    """It is a part of the time that `publish` takes, on every rank."""
+    for name in ("inference ranks", "collocated", "2 replicas of 2"):
+        for rank in seen[name]:
+            for metrics, first, seconds in zip(rank["metrics"], seen[name][0]["metrics"], rank["seconds"], strict=True):
+                assert metrics["perf/sync_gb_per_s"] == first["perf/sync_gb_per_s"]
+                assert rank["num_bytes"] / 1e9 / seconds < metrics["perf/sync_gb_per_s"] < 100
 
 
 @pytest.mark.timeout(240)

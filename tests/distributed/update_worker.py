@@ -93,11 +93,26 @@ def update(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
         (folder / f"{job['name']}.{rank}.error").write_text(str(error))
         return
     assert learner.probe_logits is not None, "the probe was not computed"
+    check_sizes(learner, actor, job)
     if learner.offloads:
         learner.offload()
         assert watched.num_offloaded() > 0
         learner.reload()
     report(pg, folder, job, model, measures)
+
+
+def check_sizes(learner: PolicyTrainer, actor: ActorConfig, job: dict) -> None:
+    """Compare the sizes of this rank's state with the rows that it holds, all of them in float32."""
+    held = {part.info.name: 4 * part.data.numel() for part in local_slices(learner.model)}
+    trained = sum(size for name, size in held.items() if name not in job["frozen"])
+    expected = {"weights": sum(held.values()), "gradients": trained, "optimizer": 2 * trained}
+    if learner.num_updates and actor.optimizer == "adamw":
+        assert learner.bytes_by_kind() == expected, (learner.bytes_by_kind(), expected)
+        assert learner.bytes_present() == expected["weights"] + expected["optimizer"], "gradients are freed"
+        if learner.offloads:
+            learner.offload()
+            assert learner.bytes_present() == expected["weights"], "moments are in host memory"
+            learner.reload()
 
 
 def on_device(model: torch.nn.Module) -> list[bool]:

@@ -53,3 +53,20 @@ def first_letter(response: str) -> str | None:
 
 
 drawn.answer = first_letter  # type: ignore[attr-defined]
+
+
+def always_zero(prompt: str, response: str, row: dict[str, Any]) -> float:
+    return 0.0
+
+
+def always_one(prompt: str, response: str, row: dict[str, Any]) -> float:
+    return 1.0
+
+
+def often_hanging(prompt: str, response: str, row: dict[str, Any]) -> float:
+    """Hangs for about a quarter of the samples. The others differ."""
+    lot = zlib.crc32(f"{prompt}{response}".encode()) % 8
+    if lot < 2:
+        while True:
+            time.sleep(1)
+    return lot / 8

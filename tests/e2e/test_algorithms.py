@@ -23,6 +23,7 @@ from rl.data.sources import read_data
 from tests.independent_merge import assert_same_bytes, load_merged, merge_shards
 from tests.launcher import Result, finish, start, train
 from tests.own_functions import write_functions
+from tests.rounds_runs import learnt
 from tools.merge_checkpoint import main
 from tools.replay import main as replay_step
 
@@ -57,11 +58,6 @@ def manifest_of(result: Result, step: int) -> Manifest:
 
 def shards(result: Result, step: int, kind: str = "model") -> list[Path]:
     return sorted((result.folder / "checkpoints" / f"step_{step}").glob(f"{kind}-*.safetensors"))
-
-
-def learnt(row: dict[str, float]) -> dict[str, float]:
-    """All metrics of a step but those of time."""
-    return {name: value for name, value in row.items() if name.partition("/")[0] not in ("time", "perf")}
 
 
 @pytest.fixture(scope="module")

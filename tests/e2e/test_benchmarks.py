@@ -99,6 +99,7 @@ SMOKE = {  # by program; what follows a comma names another run of it
         "lag_mean lag_max carried mean_new_tokens",
         "seconds mfu_update mfu_update_with_attention mfu_logprobs peak_memory_gib mismatch_kl settings",
     ),
+    "suggest": Smoke("--ranks 2 --mean 8 --steps 3 --step-ms 10 --start turns", "ranks mean steps step_ms", "starts"),
     "turns": Smoke(
         "--conversations 32 --slots 8 --turns 2 --tool-s 0.05 --step-ms 2",
         "conversations slots turns tokens tool_s step_ms utilization ratio",
@@ -191,6 +192,11 @@ def test_it_runs(name: str) -> None:
         assert way["speedup"] > 0 and way["tokens_per_s"] > 0 and 0 <= way["lag_mean"] <= way["lag_max"]
         assert way["lag_max"] <= way["lag_bound"] and way["idle"].keys() == row["ways"]["synchronous"]["idle"].keys()
     assert sorted(row.get("ways", {})) == WAYS.get(name, [])
+    for start in row.get("starts", {}).values():  # on a busy machine, the tool may refuse such a short run
+        assert start["before_s"] > 0
+        assert "refused" in start or (
+            "rollout.ahead=1" in start["changes"] and start["predicted"] > 1 < start["measured"]
+        )
     assert row.get("leaked", 0) == 0
     assert row.get("mismatch_kl", 0.0) < 1e-6
 

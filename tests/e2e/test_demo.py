@@ -64,9 +64,13 @@ def test_make_demo(tmp_path: Path) -> None:
     for name in METRICS:
         values = {event.step: event.value for event in board.Scalars(name) if event.step > 0}
         assert values == pytest.approx({row["step"]: row[name] for row in rows}, rel=1e-5), name
-    samples = board.Tensors("rollout/samples/text_summary")
+    samples = board.Tensors("rollout/samples")
     assert [event.step for event in samples] == [1, 11, 21, 31, 41]
-    assert "| reward | prompt | response |" in samples[0].tensor_proto.string_val[0].decode()
+    shown = samples[0].tensor_proto.string_val[0].decode()
+    prompts = re.findall(r"\*\*prompt\*\* \(\d tokens\)\n\n    (\d+)\+(\d+)=\n", shown)
+    answers = re.findall(r"\*\*reference answer\*\*\n\n    (\d+)\n", shown)
+    assert len(set(prompts)) == 4
+    assert [int(one) + int(other) for one, other in prompts] == [*map(int, answers)]
     check_upload(tmp_path)
 
 

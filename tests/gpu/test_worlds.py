@@ -15,7 +15,6 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from rl.report.console import WAITS
 from tests.launcher import Result, train
 from tools.merge_checkpoint import main as merge_checkpoint
 
@@ -63,6 +62,20 @@ def test_collocated_with_sleep_mode(offload: str, fraction: float, tmp_path: Pat
     check(f"collocated, 1 rank, actor.offload={offload}, fraction {fraction}", result)
 
 
+def test_what_a_run_reports_about_its_card(tmp_path: Path) -> None:
+    """The kinds of memory are parts of what the card has in use, and the update uses a part of its peak."""
+    options = ["rollout.gpu_memory_fraction=0.3", "actor.offload=none", "train.num_steps=6"]
+    rows = train(tmp_path / "run", 1, *settings(), *options, timeout_s=400).metrics
+    last = rows[-1]
+    names = [name for name in last if name.startswith(("gpu/", "perf/", "host/", "rollout/kv", "rollout/prefix"))]
+    print("\n" + json.dumps({name: last[name] for name in sorted(names)}), flush=True)
+    kinds = {kind: last[f"gpu/memory_gb/{kind}"] for kind in ("weights", "gradients", "optimizer", "kv")}
+    assert all(size > 0 for size in kinds.values())
+    assert kinds["optimizer"] == pytest.approx(2 * kinds["weights"], rel=0.05)  # two moments of float32
+    assert sum(kinds.values()) < max(row.get("gpu/memory_gb/rank_0", 0.0) for row in rows)
+    assert 0 < last["perf/mfu"] < 1 and 0 < last["rollout/kv_use"] <= 1 and last["perf/sync_gb_per_s"] > 0
+
+
 SEPARATE = ["placement.num_gpus_per_node=2", "placement.rollout=0", "placement.actor=1", "debug.share_gpu=true"]
 
 
@@ -77,7 +90,8 @@ def test_one_round_ahead_on_one_card(tmp_path: Path) -> None:
     check("disaggregated, 2 ranks on one card, one round ahead", result)
     assert [row["rollout/lag_max"] for row in result.metrics] == [0, *[1] * (NUM_STEPS - 1)]
     assert [row["rollout/lag_mean"] for row in result.metrics] == [0, *[1] * (NUM_STEPS - 1)]
-    waits = {name: statistics.median(row[name] for row in result.metrics) for name in WAITS.values()}
+    names = [name for name in result.metrics[-1] if name.startswith(("perf/busy/", "perf/wait/"))]
+    waits = {name: statistics.median(row.get(name, 0.0) for row in result.metrics) for name in names}
     staleness = statistics.mean(row["policy/staleness_kl"] for row in result.metrics[1:])
     print(json.dumps(waits | {"staleness_kl_mean": staleness}), flush=True)
 

@@ -25,6 +25,7 @@ import torch.distributed as dist
 import rl.run.lease
 from rl.checkpoint.directory import CheckpointDirectory
 from rl.checkpoint.manifest import CheckpointError
+from rl.common.events import read_events, write_event
 from rl.common.json_channel import JsonChannel
 from rl.config.schema import ROOT, ConfigError
 from rl.run.lease import take_lease
@@ -489,12 +490,15 @@ def test_the_watchdog_says_that_a_killed_rank_is_restarted(tmp_path: Path) -> No
 def test_what_the_watchdog_says_at_the_end(cause: str, mark: str, tmp_path: Path) -> None:
     """After a SIGTERM nobody knows whether the launcher restarts the world, so the lease just expires."""
     taken = contend(tmp_path, owner("w1"))
+    write_event(tmp_path, "start", 0, "attempt 1", world="token")
     with watched(tmp_path) as (_, rank, _):
         rank.send("lease", renews=True, **described(tmp_path, taken))
         until(lambda: LeaseFolder(tmp_path).newest()[1].beat == "0000000001", "the lease is renewed")
         rank.send("report", **report(0, cause))
         until(lambda: "abort" in [message["kind"] for message in rank.receive()], "the verdict")
     assert LeaseFolder(tmp_path).newest()[1].beat == mark
+    _, end = read_events(tmp_path)
+    assert (end.kind, end.step) == ("stop" if cause == "stopped" else "fault", 7), end
 
 
 def test_the_watchdog_of_a_node_that_shares_the_disk_only_looks(tmp_path: Path) -> None:
@@ -503,6 +507,17 @@ def test_the_watchdog_of_a_node_that_shares_the_disk_only_looks(tmp_path: Path) 
         rank.send("lease", renews=False, **described(tmp_path, taken))
         rank.send("done")
     assert LeaseFolder(tmp_path).newest()[1].beat == "0000000000"
+
+
+@pytest.mark.parametrize("renews", [True, False])
+def test_one_watchdog_per_disk_writes_how_the_world_ended(renews: bool, tmp_path: Path) -> None:
+    taken = contend(tmp_path, owner("w1"))
+    write_event(tmp_path, "start", 0, "attempt 1", world="token")
+    with watched(tmp_path) as (_, rank, _):
+        rank.send("lease", renews=renews, **described(tmp_path, taken))
+        rank.send("report", **report(0, "error"))
+        until(lambda: "abort" in [message["kind"] for message in rank.receive()], "the verdict")
+    assert [event.kind for event in read_events(tmp_path)] == (["start", "fault"] if renews else ["start"])
 
 
 def test_the_watchdog_ends_a_rank_that_lost_its_lease_and_writes_nothing_more(

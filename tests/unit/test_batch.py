@@ -142,7 +142,9 @@ def test_describe(pg: dist.ProcessGroup) -> None:
     assert values == pytest.approx(
         {
             "reward/mean": 0.5,
+            "reward/std": (1 / 6) ** 0.5,  # 1, 0 and 1/2 are 1/2, 1/2 and 0 off the mean
             "rollout/length_mean": 5 / 3,
+            "rollout/length_max": 3,
             "rollout/truncated": 1 / 3,
             "rollout/tokens": 5.0,
             "policy/mismatch_kl": 0.188629,  # (1/4 + ln 2) / 5
@@ -177,7 +179,7 @@ def test_a_batch_of_older_tokens_alone_has_no_mismatch(pg: dist.ProcessGroup) ->
 def test_describe_an_empty_batch(pg: dist.ProcessGroup) -> None:
     values = describe(empty_batch().replace(old_logprobs=torch.empty(0))).reduce(pg)
     assert set(values.values()) == {0.0}
-    assert len(values) == 5
+    assert len(values) == 7
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

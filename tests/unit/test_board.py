@@ -94,15 +94,15 @@ def test_an_exception_explains_the_broken_connections_and_is_printed_once(world:
     assert aborted(world) == [(rank, False) for rank in range(4)]
 
 
-def test_only_the_rank_that_collects_gpus_is_told_about_them(world: FakeWorld) -> None:
-    world.board.share_gpus()
-    world.send(2, "collect_gpus")
-    world.board.share_gpus()
-    assert world.told == []  # no rank has a card
-    card = {"gpu_memory_mb": 7, "gpu_utilization": 8}
-    world.send(3, "beat", state=asdict(state(3)), about=card)
-    world.board.share_gpus()
-    assert world.told == [(2, "gpus", {"rows": [(3, 7, 8)]})]
+def test_only_the_rank_that_collects_measurements_is_told_about_them(world: FakeWorld) -> None:
+    world.board.share_usage()
+    world.send(2, "collect_usage")
+    world.board.share_usage()
+    assert world.told == []  # no rank was measured yet
+    world.send(1, "beat", state=asdict(state(1)), about={"memory_mb": 9})
+    world.send(3, "beat", state=asdict(state(3)), about={"memory_mb": 6, "gpu_memory_mb": 7, "gpu_utilization": 8})
+    world.board.share_usage()
+    assert world.told == [(2, "usage", {"rows": [(1, 9, -1, -1), (3, 6, 7, 8)]})]
 
 
 def test_a_death_names_its_stage_and_who_waited(world: FakeWorld) -> None:

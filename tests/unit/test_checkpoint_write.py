@@ -298,3 +298,7 @@ def test_a_wait_for_a_checkpoint_names_the_rank_to_blame(tmp_path: Path, monkeyp
             thread.join(10)
             assert not thread.is_alive()
     assert (roots[1] / "step_4" / "COMMITTED").exists()
+    times = savers[0].take_times()
+    assert times is not None and times.seconds > 0
+    assert times.blocked_s == pytest.approx(times.seconds, abs=0.2), "the loop waited all the time"
+    assert savers[0].take_times() is None and savers[1].take_times() is None

@@ -10,6 +10,7 @@ import torch
 from rl.checkpoint.checkpoints import Checkpoints
 from rl.checkpoint.manifest import Manifest
 from rl.checkpoint.resume import Resume
+from rl.checkpoint.save import SaveTimes
 from rl.checkpoint.snapshot import Snapshot
 from rl.config.schema import CheckpointConfig
 from rl.data.rollout_state import RolloutState
@@ -23,6 +24,7 @@ class Saver:
         self.steps: set[int] = set()
         self.saved_at = 0.0
         self.calls: list[Any] = []
+        self.times: list[SaveTimes] = []
 
     def restore(self, steps: Iterable[int], saved_at: float) -> None:
         self.steps, self.saved_at = set(steps), saved_at
@@ -40,6 +42,10 @@ class Saver:
     def wait_copied(self) -> None: ...
     def wait_committed(self) -> None: ...
     def wait_done(self) -> None: ...
+
+    def take_times(self) -> SaveTimes | None:
+        """Return the times of each save once."""
+        return self.times.pop() if self.times else None
 
     @property
     def saved(self) -> list[int]:
@@ -218,3 +224,11 @@ def test_a_step_that_was_killed_before_its_logits_gets_them_after_the_resume() -
     checkpoints, saver, learner = make(resumed(4), save_interval=0)
     train(checkpoints, learner, 5)
     assert saver.probed == []
+
+
+def test_a_save_is_measured_in_the_step_that_sees_its_end() -> None:
+    checkpoints, saver, _ = make()
+    assert checkpoints.end_update(1, 2, NO_ROLLOUTS) == {}
+    saver.times.append(SaveTimes(4.5, 0.25))
+    assert checkpoints.end_update(2, 3, NO_ROLLOUTS) == {"perf/checkpoint_s": 4.5, "perf/checkpoint_blocked_s": 0.25}
+    assert checkpoints.end_update(3, 4, NO_ROLLOUTS) == {}

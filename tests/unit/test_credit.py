@@ -117,6 +117,17 @@ def test_the_critic_learns_returns_that_are_not_standardised() -> None:
     batch, values = credit(advantage="gae", lam=0.5)
     check(batch.returns, [[0.5, 1], [0], [1.25, 1.5, 2], [3, 4]])
     assert values["critic/return_mean"] == pytest.approx(13.25 / 8)
+    # The squares of the returns add up to 34.0625. The returns are 0, 1; -1; 1.25, 0.5, 1; 1, 2 above the values.
+    of_returns, of_errors = 34.0625 / 8 - (13.25 / 8) ** 2, 9.8125 / 8 - (5.75 / 8) ** 2
+    assert values["critic/explained_variance"] == pytest.approx(1 - of_errors / of_returns)
+
+
+def test_values_explain_nothing_of_equal_returns() -> None:
+    """The share of a variance of 0 is not defined, so there is no metric."""
+    batch = make_batch()
+    equal = batch.replace(rewards=torch.zeros(len(REWARDS)), values=torch.zeros(batch.num_tokens))
+    (_,), (values,) = on_ranks([equal], AlgoConfig(advantage="gae"))
+    assert values["critic/return_mean"] == 0 and "critic/explained_variance" not in values
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (copy / "runs").mkdir()
     save_rollouts(copy / "runs" / "lengths" / "rollouts")
     (copy / "runs" / "mine").mkdir()
-    (copy / "runs" / "mine" / "metrics.jsonl").write_text('{"step": 1, "perf/waits_for_sampling": 0.623}\n')
+    (copy / "runs" / "mine" / "metrics.jsonl").write_text('{"step": 1, "perf/wait/actor/rollout": 0.623}\n')
     return copy
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rl.watch import gpu
-from rl.watch.gpu import GpuMeter, GpuUse, measurements
+from rl.watch.gpu import GpuMeter
 from tests.launcher import until
 from tests.nvml import HUNG, StandIn
 
@@ -63,16 +63,3 @@ def test_a_machine_without_nvml_shows_nothing(library: str, monkeypatch: pytest.
 def test_a_rank_without_a_card_asks_nobody(nvml: StandIn) -> None:
     meter = GpuMeter("")
     assert meter.look() == {} and meter._thread is None
-
-
-def test_metrics_are_the_highest_memory_and_the_mean_utilization_of_each_rank() -> None:
-    use = GpuUse()
-    assert use.take() == {}
-    use.add(measurements({0: {"pid": 1}, 1: {"gpu_memory_mb": 1000, "gpu_utilization": 100}, 12: {"gpu_memory_mb": 5}}))
-    use.add([[1, 3000, 50], [1, 2000, 0]])
-    assert use.take() == {
-        "gpu/memory_gb/rank_1": 3000 * 2**20 / 1e9,
-        "gpu/utilization/rank_1": 50.0,
-        "gpu/memory_gb/rank_12": 5 * 2**20 / 1e9,
-    }
-    assert use.take() == {}

@@ -208,9 +208,12 @@ def test_what_the_ranks_said_stands_last_after_a_signal(is_told: bool, machine: 
 
 def test_short_attempts_are_limited(machine: Machine) -> None:
     machine.script(*["exit 7"] * 9)
-    output = machine.run("local.sh", code=1, ONEWORLD_MAX_ATTEMPTS="4")
+    hook = "http://127.0.0.1:9/a-secret-part"
+    output = machine.run("local.sh", code=1, ONEWORLD_MAX_ATTEMPTS="4", ONEWORLD_WEBHOOK=hook)
     assert machine.num_calls == 4
     assert "gave up: 4 attempts in a row ended within 300 s" in output
+    failed = "ONEWORLD_WEBHOOK: the message about the end of the run was not sent: URLError"
+    assert output.count(failed) == 1 and "secret-part" not in output
 
 
 def test_a_long_attempt_resets_the_limit_and_the_back_off(machine: Machine) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,11 +11,17 @@ from typing import Any
 import pytest
 
 from rl.report.metrics_writer import MetricsWriter
-from rl.run.build import _announce_repetition
+from rl.run.record import describe_repetition
+
+BEGAN = time.time()
 
 
 def rows(path: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    """Return the rows of a file without their times, which must lie between the start of this test and now."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    times = [row.pop("at") for row in rows if "at" in row]
+    assert times == sorted(times) and all(BEGAN - 1 < at <= time.time() + 1 for at in times)
+    return rows
 
 
 def write(folder: Path, steps: range, begin: int, reward: float, engine: str = "fake") -> None:
@@ -89,7 +96,7 @@ def test_lines_are_json_even_if_a_value_is_not_finite(tmp_path: Path) -> None:
     writer.close("fake")
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
     row = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-    assert row == {"step": 1, "version": 2, "reward/mean": 1.0, "loss/policy": None, "loss/kl": None}
+    assert row == {"step": 1, "version": 2, "at": row["at"], "reward/mean": 1.0, "loss/policy": None, "loss/kl": None}
 
 
 @pytest.mark.parametrize(
@@ -102,15 +109,10 @@ def test_lines_are_json_even_if_a_value_is_not_finite(tmp_path: Path) -> None:
         (0, 10, "steps 1 to 7 are done again, because no checkpoint was saved"),
     ],
 )
-def test_steps_that_are_done_again_are_named(
-    step: int, num_steps: int, steps: str, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_steps_that_are_done_again_are_named(step: int, num_steps: int, steps: str, tmp_path: Path) -> None:
     write(tmp_path, range(1, 8), 0, 0.0)
-    capsys.readouterr()
     config = SimpleNamespace(train=SimpleNamespace(num_steps=num_steps))
     run: Any = SimpleNamespace(folder=tmp_path, config=config)
-    _announce_repetition(run, step)
-    assert capsys.readouterr().out == (f"oneworld: {steps}\n" if steps else "")
+    assert describe_repetition(run, step) == steps
     os.utime(tmp_path / "metrics.jsonl", (0, 0))
-    _announce_repetition(run, step)
-    assert bool(capsys.readouterr().out) == (bool(steps) and step > 0), "a new run that replaces an older one"
+    assert bool(describe_repetition(run, step)) == (bool(steps) and step > 0), "a new run that replaces an older one"

@@ -20,6 +20,7 @@ from launch.checks.answers import Answers
 from launch.checks.bandwidth import find_unreachable, measure_rate, receive_all
 from launch.checks.rpc import Coordinator, NoAnswer, Responder, connect
 from launch.checks.sockets import listen
+from rl.common import versions
 from rl.common.framing import pack
 from rl.config.load import load_config
 from rl.config.schema import EnvironmentConfig, RewardConfig
@@ -177,16 +178,16 @@ def test_the_digest_and_commit_follow_the_code(tmp_path: Path) -> None:
     for stray in ("notes.md", "configs/mine.yaml", "tools/mine.py"):
         (tmp_path / stray).parent.mkdir(exist_ok=True)
         (tmp_path / stray).write_text("of no account\n")
-    assert host.code_digest({}, tmp_path) == before and host.read_commit(tmp_path) == ""
+    assert host.code_digest({}, tmp_path) == before and versions.read_commit(tmp_path) == ""
     (tmp_path / "rl" / "a.py").write_text("y = 2\n")
     assert host.code_digest({}, tmp_path) != before
     git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@localhost"]
     for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "all"]):
         subprocess.run([*git, *command], check=True)
     name = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout
-    assert host.read_commit(tmp_path) == name[:12]
+    assert versions.read_commit(tmp_path) == name[:12]
     (tmp_path / "train.py").write_text("x = 2\n")
-    assert host.read_commit(tmp_path) == f"{name[:12]}+changes"
+    assert versions.read_commit(tmp_path) == f"{name[:12]}+changes"
 
 
 def test_files_of_reward_functions_are_code(tmp_path: Path) -> None:
@@ -222,7 +223,7 @@ def test_files_of_environments_are_code(settings: dict[str, Any], tmp_path: Path
 def test_versions_are_those_of_the_packages() -> None:
     import torch
 
-    found = host.read_versions()
+    found = versions.read_versions()
     assert found["torch"] == torch.__version__ and found["transformers"] != "absent"
 
 
@@ -273,5 +274,5 @@ def test_users_of_gpus_do_not_include_this_launch(tmp_path: Path, monkeypatch: p
 def test_the_version_of_a_closed_or_open_driver(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "version"
     file.write_text(f"{line}\nGCC version:  gcc version 12.3.0 (Ubuntu 12.3.0-1ubuntu1~22.04)\n")
-    monkeypatch.setattr(host, "NVIDIA_DRIVER", file)
-    assert host.driver_version() == host.read_versions()["driver"] == "570.124.06"
+    monkeypatch.setattr(versions, "NVIDIA_DRIVER", file)
+    assert versions.driver_version() == versions.read_versions()["driver"] == "570.124.06"

@@ -132,6 +132,7 @@ def test_the_first_informative_groups_in_stream_order(num_ranks: int) -> None:
         "reward/made_up/part": 0.5,
         "reward/timeouts": 0,
         "reward/errors": 0,
+        "reward/no_signal": 6 / 11,  # of all groups, also those that are dropped
     }
     assert position == 11
 
@@ -168,7 +169,10 @@ def test_without_rounds_every_group_stays() -> None:
 def test_the_reward_of_a_masked_response_makes_no_group_informative(mask_truncated: bool, kept: list[int]) -> None:
     """Of prompt 1 the response with the other reward was cut."""
     engines = Engines(1, {1, 2, 3}, truncated=frozenset({1}))
-    assert draw(engines, 1, 2, max_rounds=10, mask_truncated=mask_truncated)[0] == kept
+    found, _, values, num_drawn = draw(engines, 1, 2, max_rounds=10, mask_truncated=mask_truncated)
+    assert found == kept
+    without = {0, 1} if mask_truncated else {0}
+    assert values["reward/no_signal"] == len(without) / num_drawn
 
 
 class CarryingEngines:

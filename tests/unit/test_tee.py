@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from rl.watch.tee import next_attempt
+from rl.watch.tee import MAX_ATTEMPTS, next_attempt, remove_old_attempts
 
 PROGRAM = """
 import ctypes, os, signal, subprocess, sys, time
 from pathlib import Path
-from rl.watch.tee import start_tee, write_log
+from rl.watch.tee import start_tee
 line = start_tee()
 print("early", sys.stdout.isatty(), flush=True)
-write_log(line, Path(sys.argv[1]))
+line.write_log(Path(sys.argv[1]))
 print("python", flush=True)
 print("error", file=sys.stderr, flush=True)
 ctypes.CDLL(None).dprintf(2, b"C++\\n")
@@ -123,3 +123,83 @@ def test_a_log_that_hangs_leaves_the_console_alone(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", program, str(log)], stdout=subprocess.PIPE, timeout=30)
     os.close(reader)
     assert done.stdout.endswith(LAST + b"x" * 200_000 + b" the end")
+
+
+def test_a_log_is_bounded_and_keeps_the_newest_output(tmp_path: Path) -> None:
+    log = tmp_path / "rank_0.log"
+    program = """
+import os, sys
+from pathlib import Path
+from rl.watch import tee
+tee.MAX_LOG = 100_000
+line = tee.start_tee()
+line.write_log(Path(sys.argv[1]))
+for number in range(50_000):
+    os.write(1, b"%07d\\n" % number)
+"""
+    done = subprocess.run([sys.executable, "-c", program, str(log)], stdout=subprocess.PIPE, timeout=60)
+    assert len(done.stdout) == 400_000
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank_0.log", "rank_0.log.1"]
+    kept = (tmp_path / "rank_0.log.1").read_bytes() + log.read_bytes()
+    assert 100_000 <= len(kept) < 100_000 + 2 * 65_536 + 100_000
+    assert done.stdout.endswith(kept)
+
+
+def test_only_the_logs_of_the_newest_attempts_stay(tmp_path: Path) -> None:
+    for number in (1, 2, 3, 30, 51, 52):
+        (tmp_path / f"attempt_{number}").mkdir()
+        (tmp_path / f"attempt_{number}" / "rank_0.log").write_text("x")
+    (tmp_path / "attempt_x").mkdir()
+    remove_old_attempts(tmp_path, 52)
+    left = [f"attempt_{number}" for number in (3, 30, 51, 52, "x")]
+    assert MAX_ATTEMPTS == 50 and sorted(path.name for path in tmp_path.iterdir()) == sorted(left)
+    assert next_attempt(tmp_path) == 53
+
+
+def test_a_console_that_takes_nothing_does_not_hold_up_the_rank(tmp_path: Path) -> None:
+    """As after Ctrl-S. When it takes output again, it gets what was kept, and a line about the rest."""
+    log = tmp_path / "rank_0.log"
+    program = """
+import sys, time
+from pathlib import Path
+from rl.watch import tee
+tee.MAX_UNSHOWN = 1_000_000
+line = tee.start_tee()
+line.write_log(Path(sys.argv[1]))
+for number in range(300_000):
+    sys.stdout.write(f"{number:09}\\n")
+Path(sys.argv[1]).with_suffix(".done").touch()
+"""
+    reader, writer = os.pipe()
+    process = subprocess.Popen([sys.executable, "-c", program, str(log)], stdout=writer, stderr=subprocess.DEVNULL)
+    os.close(writer)
+    assert process.wait(30) == 0
+    assert log.with_suffix(".done").exists()
+    with os.fdopen(reader) as console:
+        shown = console.read().splitlines()
+    assert log.read_text().splitlines() == [f"{number:09}" for number in range(300_000)]
+    kept, (_, note) = shown[:-2], shown[-2:]
+    assert kept == [f"{number:09}" for number in range(len(kept))] and 100_000 <= len(kept) < 200_000
+    missing = 3_000_000 - 10 * len(kept)
+    why = "because this console took no output; the log has them"
+    assert note == f"oneworld: {missing / 1e6:.2f} MB are not shown, {why}"
+
+
+def test_lines_of_two_processes_do_not_mix() -> None:
+    """Python may write a line and its end separately (python -u), and torchrun starts ranks this way."""
+    program = """
+import os, sys, time
+from rl.watch.tee import start_tee
+start_tee()
+for number in range(200):
+    os.write(1, f"{sys.argv[1]} {number} end".encode())
+    time.sleep(0.001)
+    os.write(1, b"\\n")
+"""
+    reader, writer = os.pipe()
+    processes = [subprocess.Popen([sys.executable, "-c", program, name], stdout=writer) for name in "ab"]
+    os.close(writer)
+    with os.fdopen(reader) as console:
+        lines = console.read().splitlines()
+    assert [process.wait(10) for process in processes] == [0, 0]
+    assert sorted(lines) == sorted(f"{name} {number} end" for name in "ab" for number in range(200))

@@ -141,6 +141,18 @@ def test_preemption_and_chunks_of_a_prompt_do_not_change_the_noise(
     assert_same(together, alone)
 
 
+def test_how_full_the_kv_cache_is(engines: SimpleNamespace) -> None:
+    """It has 1 MB, too little for all sequences at once, so it is full until enough of them have ended."""
+    engine, uses = engines.first, []
+    engine.add(make_requests())
+    while engine.num_unfinished:
+        engine.step()
+        uses.append(engine.kv_use)
+    assert 0.9 < max(uses) <= 1 and uses[-1] == 0
+    measure = importlib.import_module("rl.rollout.vllm.engine").measure_kv_cache
+    assert 0.9 * 2**20 < measure(engine._llm) <= 2**20
+
+
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 5])
 def test_a_response_that_is_cut_and_continued_is_the_same_as_an_uncut_one(
     max_tokens: int, engines: SimpleNamespace, alone: dict[str, Completion]

@@ -133,10 +133,12 @@ def test_the_gpu_of_a_rank_is_measured_also_while_the_rank_is_stopped(
         nvml.show("GPU-a", 8192, 0)
         until(lambda: shows(8192), "the card's memory while the rank is stopped")
         messages += rank.receive()
-        assert [message["kind"] for message in messages if message["kind"] == "gpus"] == []
-        rank.send("collect_gpus")
-        until(lambda: messages.extend(rank.receive()) or messages[-1]["kind"] == "gpus", "a row for the leader")
-        assert messages[-1]["rows"] == [[0, 8192, 0]]
+        assert [message["kind"] for message in messages if message["kind"] == "usage"] == []
+        rank.send("collect_usage")
+        until(lambda: messages.extend(rank.receive()) or messages[-1]["kind"] == "usage", "a row for the leader")
+        ((number, host_mb, *card),) = messages[-1]["rows"]
+        assert (number, card) == (0, [8192, 0])
+        assert host_mb > 0, "the resident memory of the rank's process"
 
 
 def test_the_step_that_rank_0_reached_is_recorded_whoever_failed(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
     build.py            build the engine of one rank: options, executor, tested versions of vLLM
     process_group.py    the private default process group of an engine; shared memory
+    progress.py         vLLM's progress bars as heartbeats
     engine.py           VllmEngine: requests, completions, writing new weights into the model
     noise.py            the random generators of responses that continue in another request
     memory.py           sleep on a device that the learner uses too; freeing the memory of a failed engine

@@ -22,6 +22,7 @@ from rl.rollout.vllm.engine import VllmEngine
 from rl.rollout.vllm.fast_decode import install_fast_decode
 from rl.rollout.vllm.noise import Generators
 from rl.rollout.vllm.process_group import PrivateDefaultGroup, unlink_shared_memory
+from rl.rollout.vllm.progress import bars_as_heartbeats
 from rl.watch.compilation import mark_compilation
 from rl.watch.heart import HEART
 
@@ -45,7 +46,8 @@ def build(config: Config, model_folder: Path, seat: EngineSeat, failed: VllmEngi
         HEART.beat("vLLM's start")
         mark_compilation()
         try:
-            llm = vllm.LLM(**options)
+            with bars_as_heartbeats():
+                llm = vllm.LLM(**options)
         except ValidationError as error:  # bad settings; after other errors, a restart may help
             raise ConfigError(f"vLLM does not accept these settings: {error}") from error
         mark_compilation()  # again, because vLLM has imported more modules

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import vllm
-from torch import nn
+from torch import Tensor, nn
 from vllm.config import set_current_vllm_config
 from vllm.inputs import TokensPrompt
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
@@ -46,10 +46,15 @@ class VllmEngine:
         self._can_sleep = seat.shares_device and seat.device.type == "cuda"
         self._asleep: set[str] = set()  # of "weights" and "kv_cache"
         self.responses: dict[str, RunningResponse] = {}  # unfinished, by vLLM's own id; the fast path reads them
+        self.kv_bytes = measure_kv_cache(llm) if seat.device.type == "cuda" else 0
 
     @property
     def num_unfinished(self) -> int:
         return len(self.responses)
+
+    @property
+    def kv_use(self) -> float:
+        return self._engine.engine_core.engine_core.scheduler.kv_cache_manager.usage
 
     def add(self, requests: Sequence[Request]) -> None:
         """Start requests. They bypass vLLM's output processor, which builds objects of a server for every token. With
@@ -212,6 +217,14 @@ class VllmEngine:
         with self._group.entered():
             while core.batch_queue:
                 self._engine.engine_core.get_output()
+
+
+def measure_kv_cache(llm: vllm.LLM) -> int:
+    """Return the bytes of the KV cache of this rank's worker. Layers may share memory."""
+    caches: Any = llm.collective_rpc(lambda worker: worker.model_runner.kv_caches)[0]
+    flat = [tensor for each in caches for tensor in (each if isinstance(each, list | tuple) else [each])]
+    storages = [tensor.untyped_storage() for tensor in flat if isinstance(tensor, Tensor)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def _require_traceable(model: nn.Module) -> None:

@@ -1,0 +1,16 @@
+"""A metric of many ranks, engines or nodes."""
+
+import statistics
+from collections.abc import Mapping
+
+MAX_RANKS = 64  # with a metric of their own
+
+
+def metrics_of_members(prefix: str, values: Mapping[int, float], most: int = MAX_RANKS) -> dict[str, float]:
+    """Return a metric PREFIX_N for each member N. If there are more than `most`, return PREFIX_min, _median and _max
+    instead: one metric per rank of a large run would cost the leader more time than all others, and fill the disk."""
+    if len(values) <= most:
+        return {f"{prefix}_{number}": value for number, value in sorted(values.items())}
+    all_values = values.values()
+    figures = {"min": min(all_values), "median": statistics.median(all_values), "max": max(all_values)}
+    return {f"{prefix}_{name}": float(figure) for name, figure in figures.items()}

@@ -1,0 +1,61 @@
+"""Record what a run is started with, and begin the story of this attempt in events.jsonl.
+
+Only the leader of a training run writes. Host names and credentials stay out of the files.
+"""
+
+import platform
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from rl.common.events import EVENTS
+from rl.common.versions import read_commit, read_versions
+from rl.config.schema import ROOT
+from rl.report.events import begin_events
+from rl.report.record import RunRecord, describe_changes, read_record, write_record
+from rl.report.rows import METRICS, last_step
+from rl.run.hardware import NodeHardware
+from rl.run.open import Run
+from rl.world.restarts import launcher_process
+
+
+def begin_story(run: Run) -> None:
+    """Write run.json, and an event for the start of this attempt. Print which steps are done again. Called on the
+    leader of a run that trains."""
+    step, before = run.start_step, read_record(run.folder)
+    repetition = describe_repetition(run, step)
+    if repetition:
+        print(f"oneworld: {repetition}", flush=True)
+    record = _gather(run)
+    is_restart = run.phase.name != "both" or is_of_this_launch(run.folder / EVENTS)
+    details = [repetition, describe_changes(before, record) if step else ""]
+    begin_events(run.folder, step, run.world.attempt, run.world.id, details, is_restart)
+    write_record(run.folder, record)
+
+
+def _gather(run: Run) -> RunRecord:
+    letters = [run.world.mail.receive(NodeHardware) for _ in run.placement.node_leads]
+    nodes = [letter.message.node for letter in sorted(letters, key=lambda letter: letter.source)]
+    versions = read_versions() | {"system": f"{platform.system()} {platform.release()}"}
+    if torch.version.cuda:
+        versions["CUDA of torch"] = torch.version.cuda
+    return RunRecord(asdict(run.config), versions, read_commit(ROOT), run.placement.summary(), nodes)
+
+
+def describe_repetition(run: Run, step: int) -> str:
+    """Say which steps were done before, but are not in the checkpoint of `step`. Return "" if none were."""
+    metrics = run.folder / METRICS
+    if not step and not is_of_this_launch(metrics):
+        return ""  # a new run, whatever an earlier launch has left in its folder
+    last = min(last_step(metrics), run.config.train.num_steps)
+    if last <= step:
+        return ""
+    steps = f"step {last} is" if last == step + 1 else f"steps {step + 1} to {last} are"
+    reason = f"the last checkpoint is that of step {step}" if step else "no checkpoint was saved"
+    return f"{steps} done again, because {reason}"
+
+
+def is_of_this_launch(file: Path) -> bool:
+    """Return whether this launch has written the file, in this attempt or an earlier one."""
+    return file.exists() and file.stat().st_mtime >= launcher_process().create_time()

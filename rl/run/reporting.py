@@ -1,0 +1,78 @@
+"""What the leader reports with: the writer of metrics, and the health rules."""
+
+import statistics
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rl.report.events import read_events
+from rl.report.health import Finding, Health
+from rl.report.metrics_writer import MetricsWriter
+from rl.report.prometheus import PrometheusEndpoint
+from rl.report.writers import open_writers
+from rl.rollout.collect import Rollouts
+from rl.run.open import Run
+
+NUM_REWARDS = 5
+
+
+class HealthWatch:
+    """Check the health rules on the leader: pass on warnings, and end the run once if a rule says so."""
+
+    def __init__(self, health: Health, writer: MetricsWriter, end_run: Callable[[Finding], None]):
+        self._health, self._writer, self._end_run = health, writer, end_run
+        self._is_ending = False
+
+    def check(self, step: int, values: Mapping[str, float]) -> dict[str, float]:
+        """Check the rules after a step, and return their metrics."""
+        for finding in self._health.check(step, values):
+            is_end = finding.is_stop and not self._is_ending
+            if is_end or not finding.is_stop:
+                self._writer.note("stop" if is_end else "warning", step, finding.text)
+            if is_end:
+                self._is_ending = True
+                self._end_run(finding)
+        return self._health.metrics()
+
+
+class RewardSummary:
+    """The mean reward of the first and of the last NUM_REWARDS steps. `rows` are those of earlier starts of the run."""
+
+    def __init__(self, rows: Sequence[Mapping[str, Any]]):
+        rewards = [row["reward/mean"] for row in rows if row.get("reward/mean") is not None]
+        self._first, self._last = rewards[:NUM_REWARDS], deque(rewards, maxlen=NUM_REWARDS)
+
+    def add(self, reward: float) -> tuple[float, float]:
+        """Add a step, and return both means."""
+        self._first = [*self._first, reward][:NUM_REWARDS]
+        self._last.append(reward)
+        return statistics.fmean(self._first), statistics.fmean(self._last)
+
+
+def build_writer(run: Run, rollouts: Rollouts) -> MetricsWriter | None:
+    """Build the writer of metrics on the leader. There is none on other ranks and in a dry run."""
+    if run.data is None or run.config.debug.dry_run:
+        return None
+    run.world.collect_usage()
+    step, metrics = run.start_step, run.config.metrics
+    others = open_writers(run.config, run.folder, is_new=not step)
+    has_endpoint = metrics.prometheus_port > 0
+    endpoint = PrometheusEndpoint(metrics.prometheus_address, metrics.prometheus_port) if has_endpoint else None
+    is_phase = run.phase.name != "both"
+    writer = MetricsWriter(run.folder, run.config.train.num_steps, step, others, is_phase, endpoint, run.view)
+    writer.describe_run(run.config, run.placement)
+    run.world.at_end(lambda: writer.close(rollouts.engine_name))
+    return writer
+
+
+def build_health(run: Run, writer: MetricsWriter, max_lag: int, end_run: Callable[[Finding], None]) -> HealthWatch:
+    """Build the health rules, in the state in which earlier starts of this run have left them."""
+    health = Health(run.config, max_lag)
+    health.restore(writer.kept_rows, read_events(run.folder))
+
+    def summarize() -> None:
+        if summary := health.summary():
+            print(f"oneworld: {summary}", flush=True)
+
+    run.world.at_end(summarize)
+    return HealthWatch(health, writer, end_run)

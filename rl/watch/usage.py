@@ -1,0 +1,86 @@
+"""The memory of ranks and the use of their GPUs, on their way from the watchdogs to the metrics.
+
+    watchdog of each rank --> board --> watchdog of the leader --> leader: ResourceUse --> metrics
+
+The watchdogs measure, so no rank spends time on it, and nothing waits for a device.
+"""
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from rl.common.members import metrics_of_members
+from rl.watch.gpu import MEMORY, UTILIZATION
+
+HOST_MEMORY = "memory_mb"  # in status files; resident MiB of the rank's process
+MB = 2**20 / 1e9  # MiB in GB
+
+
+class Measurement(NamedTuple):
+    """A measurement of a rank on its way to the leader. -1 means that the value is not known."""
+
+    rank: int
+    host_mb: int
+    gpu_mb: int
+    gpu_utilization: int
+
+
+def measurements(abouts: Mapping[int, Mapping[str, int]]) -> list[Measurement]:
+    """Return the measurements in what watchdogs said about their ranks. Ranks without any are left out."""
+    values = {
+        rank: [about.get(name, -1) for name in (HOST_MEMORY, MEMORY, UTILIZATION)] for rank, about in abouts.items()
+    }
+    return [Measurement(rank, *each) for rank, each in values.items() if max(each) >= 0]
+
+
+@dataclass
+class _Use:
+    """What one rank used since the last report."""
+
+    max_host_mb: int = -1  # not known
+    max_gpu_mb: int = -1
+    utilization_sum: int = 0
+    utilization_count: int = 0
+
+
+class ResourceUse:
+    """The measurements of all ranks since the last report. The I/O thread adds them, the main thread takes them."""
+
+    def __init__(self) -> None:
+        self._uses: dict[int, _Use] = defaultdict(_Use)
+        self._host_mb: dict[int, int] = {}  # newest that was reported, by rank
+        self._lock = threading.Lock()
+
+    def add(self, rows: Iterable[Iterable[Any]]) -> None:
+        """Add measurements. Each row has the fields of a Measurement."""
+        with self._lock:
+            for rank, host_mb, gpu_mb, utilization in rows:
+                use = self._uses[rank]
+                use.max_host_mb = max(use.max_host_mb, host_mb)
+                use.max_gpu_mb = max(use.max_gpu_mb, gpu_mb)
+                if utilization >= 0:
+                    use.utilization_sum += utilization
+                    use.utilization_count += 1
+
+    def take(self, node_of: Callable[[int], int]) -> dict[str, float]:
+        """Return metrics since the last call: the highest memory of each rank's card in GB and its mean utilization in
+        percent, and the memory of the ranks of each node in GB. Of many ranks or nodes there are only the smallest,
+        median and largest value. A rank that was not measured since then counts with
+        its last measurement, so that the memory of a node can be compared between steps."""
+        with self._lock:
+            uses, self._uses = self._uses, defaultdict(_Use)
+        self._host_mb |= {rank: use.max_host_mb for rank, use in uses.items() if use.max_host_mb >= 0}
+        memory = {rank: use.max_gpu_mb * MB for rank, use in uses.items() if use.max_gpu_mb >= 0}
+        utilization = {
+            rank: use.utilization_sum / use.utilization_count for rank, use in uses.items() if use.utilization_count
+        }
+        nodes = defaultdict[int, float](float)
+        for rank, host_mb in sorted(self._host_mb.items()):
+            nodes[node_of(rank)] += host_mb * MB
+        return (
+            metrics_of_members("gpu/memory_gb/rank", memory)
+            | metrics_of_members("gpu/utilization/rank", utilization)
+            | metrics_of_members("host/memory_gb/node", nodes)
+        )

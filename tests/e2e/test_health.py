@@ -1,0 +1,101 @@
+"""Health rules in real runs on the fake engine: planted faults are said once, and a rule can end a run in order."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from rl.report.events import Event, read_events
+from tests.launcher import finish, start, status_line, steps_on, train
+
+pytestmark = pytest.mark.timeout(200)
+SMALL = [
+    *("rollout.engine=fake", "train.num_prompts_per_step=3", "rollout.num_samples_per_prompt=2", "eval.interval=0"),
+    *("health.num_steps=3", "health.actions={mismatch: off}"),  # the logprobs of the fake engine are random
+]
+REWARDS = "reward.function=tests/e2e/reward_functions.py"
+DISAGGREGATED = ["placement.rollout=0", "placement.actor=[1, 2]"]
+INFINITE = """
+def overflow(new_logprobs, old_logprobs, advantages, **others):
+    return (new_logprobs - old_logprobs).exp() * float("inf")
+"""
+
+
+def warnings(folder: Path) -> list[Event]:
+    return [event for event in read_events(folder) if event.kind == "warning"]
+
+
+PLANTED = {
+    "reward_flat": [f"{REWARDS}:always_zero"],
+    "reward_flat, 1": [f"{REWARDS}:always_one"],
+    "timeouts": [f"{REWARDS}:often_hanging", "reward.timeout_s=0.2"],
+    "truncation": [f"{REWARDS}:varied", "debug.mean_response_tokens=6"],
+    "mismatch": [f"{REWARDS}:varied", "health.actions={}"],
+    "lag": [
+        *(f"{REWARDS}:varied", "debug.mean_response_tokens=6", "rollout.max_tokens_per_round=1", "health.max_lag=0.2"),
+        "health.actions={mismatch: off, truncation: off}",
+    ],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_fault_is_said_once(name: str, tmp_path: Path) -> None:
+    rule = name.partition(",")[0]
+    result = train(tmp_path / "run", 2, *SMALL, "train.num_steps=8", *PLANTED[name])
+    (warning,) = (event for event in warnings(result.folder) if event.text.startswith(f"health.{rule}: "))
+    assert 3 <= warning.step < 8
+    assert result.output.count(warning.text) == 1
+    fired = [row.get(f"health/{rule}") for row in result.metrics]
+    assert fired == [None] * (warning.step - 1) + [1.0] * (9 - warning.step)
+    scalars = EventAccumulator(str(result.folder))
+    scalars.Reload()
+    assert [event.step for event in scalars.Scalars(f"health/{rule}")] == list(range(warning.step, 9))
+    assert f"oneworld: health rules that have fired: {rule} in {9 - warning.step} steps" in result.output
+
+
+def test_skipped_steps_end_the_run_with_its_last_good_weights_and_a_resumed_run_goes_on(tmp_path: Path) -> None:
+    """Every gradient is infinite. torchrun may restart the ranks, but does not."""
+    loss, folder = tmp_path / "loss.py", tmp_path / "run"
+    loss.write_text(INFINITE)
+    settings = [*SMALL, *DISAGGREGATED, "train.num_steps=6", f"{REWARDS}:varied"]
+    place = ["--nproc-per-node=3", "train.py", f"run.dir={tmp_path}", "run.name=run"]
+    fault = [f"algo.loss={loss}:overflow", "health.max_skipped_steps=3"]
+    process = start(*place, *settings, *fault, restarts=True)
+    output = finish(process, 150)
+    assert process.returncode == 1, output[-3000:]
+    reason = (
+        "health.skipped_steps: gradients were infinite or NaN, so optimizer steps were skipped: 3 steps in a row "
+        "(since step 1)."
+    )
+    *_, before_last, last = output.rstrip().splitlines()
+    assert before_last == "oneworld: fatal, will not be restarted"
+    assert last.startswith(f"oneworld: {reason}") and last.endswith("step 3 is saved (run.name=run)"), last
+    assert (folder / "FATAL").read_text().startswith(f"oneworld: {reason}")
+    assert status_line(folder).startswith("ended at step") and "health.skipped_steps" in status_line(folder)
+    assert len(list((folder / "logs").iterdir())) == 1  # one attempt
+    assert steps_on(folder) == [3]
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["optim/skipped_steps"] for row in rows if row["step"]] == [1, 1, 1]
+    events = [event for event in read_events(folder) if event.text.startswith("health.skipped_steps: ")]
+    assert [(event.kind, event.step) for event in events] == [("warning", 1), ("stop", 3)]
+
+    resumed = train(folder, 3, *settings, *fault[1:])
+    assert [(row["step"], row["optim/skipped_steps"]) for row in resumed.metrics[-3:]] == [(4, 0), (5, 0), (6, 0)]
+    assert [each for each in read_events(folder) if each.text.startswith("health.skipped_steps: ")] == events
+    assert steps_on(folder)[-1] == 6 and not (folder / "FATAL").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", [["placement.actor,rollout=all"], [*DISAGGREGATED, "rollout.ahead=1"]])
+def test_a_rule_that_doubts_the_weights_saves_nothing_new(placement: list[str], tmp_path: Path) -> None:
+    settings = ["train.num_steps=30", f"{REWARDS}:always_zero", "checkpoint.save_interval=4", "health.min_entropy=100"]
+    run = [f"run.dir={tmp_path}", "run.name=run", *SMALL, *placement, *settings]
+    process = start(
+        "--nproc-per-node=3", "train.py", *run, "health.actions={entropy: stop, mismatch: off, waiting: off}"
+    )
+    output = finish(process, 150)
+    assert process.returncode == 1, output[-3000:]
+    assert "oneworld: health.entropy: the policy has collapsed" in output.rstrip().splitlines()[-1]
+    assert steps_on(tmp_path / "run") == [4]  # the rule fires at step 6

@@ -1,0 +1,344 @@
+"""Reports of runs: numbers, smoothing, thinning, escaping, differences of settings, errors, Markdown."""
+
+import html
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl.config.differences import find_differences
+from rl.config.schema import ROOT
+from rl.report.page import html as html_module
+from rl.report.page.build import build_page, describe_state, format_seconds
+from rl.report.page.charts import curve_chart, evaluation_chart, mean_shares, mean_stages, stage_chart
+from rl.report.page.markdown import to_markdown
+from rl.report.page.parts import Chart, Page, ResponsesToPrompt, Section, Table
+from rl.report.page.read import ReportError, RunData, read_runs
+from rl.report.page.series import CurvePoint, make_curve, running_mean, thin
+from tests.report_runs import ATTACK, BEGAN, KILLED, make_rows, write_lines, write_run
+from tools import report
+
+
+def rows_of(chart: Chart | None) -> list[dict[str, Any]]:
+    assert chart is not None
+    rows: list[dict[str, Any]] = chart.spec["datasets"]["rows"]
+    return rows
+
+
+def section(page: Page, title: str) -> Section:
+    (found,) = [section for section in page.sections if section.title == title]
+    return found
+
+
+def table(page: Page, title: str) -> dict[str, list[str]]:
+    """Return the cells of the last table of a section, by the first cell of their rows."""
+    last = [block for block in section(page, title).blocks if isinstance(block, Table)][-1]
+    return {first: list(cells) for first, *cells in last.rows}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "first")
+
+
+@pytest.fixture
+def no_bundle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Making the bundle of the libraries takes seconds; tests/e2e/test_report_in_browser.py uses it."""
+    monkeypatch.setattr(html_module.vl_convert, "javascript_bundle", lambda: "var bundle = '</script>';")
+
+
+# Numbers
+
+
+def test_the_values_of_a_chart_are_those_of_the_file(run: Path) -> None:
+    (data,) = read_runs([run])
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for name in ("reward/mean", "policy/entropy", "eval/accuracy"):
+        expected = {line["step"]: line[name] for line in lines if name in line}
+        assert {row["step"]: row["value"] for row in rows_of(curve_chart(name, [data]))} == expected
+    (first, last) = rows_of(evaluation_chart("eval/sums/avg@1", [data]))
+    assert first == {"run": "first", "step": 0, "value": 0.25, "low": 0.125, "high": 0.375}
+    assert (last["step"], last["value"]) == (8, 0.75)
+    assert curve_chart("critic/loss", [data]) is None
+
+
+def test_a_running_mean() -> None:
+    assert running_mean([1.0, 2.0, 3.0, 6.0], 1) == [1.0, 2.0, 3.0, 6.0]
+    assert running_mean([1.0, 2.0, 3.0, 6.0], 3) == [1.0, 1.5, 2.0, 11 / 3]
+    short = make_curve([(step, float(step)) for step in range(19)])
+    assert all(point.mean == point.value for point in short), "19 points are too few for a mean of two"
+    long = make_curve([(step, float(step)) for step in range(100)])
+    assert long[50] == CurvePoint(50, 50.0, 45.5), "the mean of the last ten: 41 to 50"
+    assert make_curve([(0, 1.0), (1, 3.0)], window=2)[1].mean == 2.0
+
+
+def test_long_curves_keep_their_extremes_and_their_values() -> None:
+    points = [(step, float(step % 7)) for step in range(5000)]
+    points[1234], points[4321] = (1234, 99.0), (4321, -99.0)
+    curve = make_curve(points, max_points=600)
+    assert 500 < len(curve) <= 600
+    assert [point.step for point in curve] == sorted({point.step for point in curve})
+    assert (curve[0].step, curve[-1].step) == (0, 4999)
+    assert {(point.step, point.value) for point in curve} <= {*points}
+    assert {(1234, 99.0), (4321, -99.0)} <= {(point.step, point.value) for point in curve}
+    assert thin(curve, 600) == curve
+
+
+def test_stages_and_roles(run: Path) -> None:
+    (data,) = read_runs([run])
+    assert mean_stages(data.rows[1:]) == {"rollout": 2.0, "update": 1.0, "evaluate": 0.0, "other": 1.0}
+    bars = rows_of(stage_chart(data, "stages"))
+    assert [row["seconds"] for row in bars if row["step"] == 3] == [2.0, 1.0, 0.0, 1.0]
+    assert mean_shares(data) == {"actor": {"busy": 0.25, "waits for rollout": 0.75}}
+    data.rows[1]["time/step"] = 28.0  # as long as all others together
+    data.rows[1] |= {"perf/busy/actor": 0.75, "perf/wait/actor/rollout": 0.25}
+    assert mean_shares(data) == {"actor": {"busy": 0.5, "waits for rollout": 0.5}}
+
+
+def test_a_bar_of_a_long_run_is_a_mean_of_steps(tmp_path: Path) -> None:
+    (data,) = read_runs([write_run(tmp_path / "long", num_steps=120)])
+    data.rows[1]["time/rollout"] = 4.0
+    chart = stage_chart(data, "stages")
+    bars = rows_of(chart)
+    assert chart is not None and chart.caption == "Each bar is the mean of up to 2 steps."
+    assert len({row["step"] for row in bars}) == 60
+    assert next(row for row in bars if row["stage"] == "rollout") == {
+        "step": 1,
+        "last": 2,
+        "order": 0,
+        "stage": "rollout",
+        "seconds": 3.0,
+    }
+
+
+def test_the_page_of_a_run(run: Path) -> None:
+    page = build_page(read_runs([run]))
+    titles = ["Summary", "Evaluation", "Learning", "Generation", "Time", "Events", "Samples", "Settings", "Environment"]
+    assert [section.title for section in page.sections] == titles
+    summary = {name: cells[0] for name, cells in table(page, "Summary").items()}
+    assert summary["state"] == "done" and summary["steps"] == "8 of 8" and summary["attempts"] == "2"
+    assert summary["reward"].startswith("0.3 -> 0.6 ("), "the means of steps 1 to 5 and 4 to 8"
+    assert summary["accuracy"] == "0.25 -> 0.75, best 0.75 (step 8)"
+    assert (summary["took"], summary["tokens sampled"], summary["warnings"]) == ("37 s", "800", "1")
+    assert table(page, "Evaluation") == {"0": ["0.25 (0.125 to 0.375)"], "8": ["0.75 (0.625 to 0.875)"]}
+    assert table(page, "Time")["rollout"] == ["2 s (50%)"]
+    assert list(table(page, "Events")) == ["0 s", "24 s", "26 s", "28 s", "37 s"]
+    assert table(page, "Events")["24 s"] == ["6", "fault", f"{KILLED}: {ATTACK}"]
+    assert table(page, "Settings")["train.num_steps"] == ["8", "100"]
+    assert table(page, "Environment")["commit"] == ["abc123"]
+    first = next(block for block in section(page, "Samples").blocks if isinstance(block, ResponsesToPrompt))
+    assert (first.prompt, first.answer) == ("1+0=", ATTACK)
+    assert [(sample.label, sample.facts) for sample in first.samples] == [
+        ("step 0", "score 0, 3 tokens"),
+        ("step 8", "score 1, 3 tokens"),
+    ]
+
+
+def test_every_metric_is_drawn_once(run: Path) -> None:
+    page = build_page(read_runs([run]))
+    (data,) = read_runs([run])
+    titles = [chart.title for chart in page.charts]
+    bands = ["eval/sums/avg@1", "eval/sums/avg@1_low", "eval/sums/avg@1_high"]  # one chart
+    for name in data.metrics():
+        assert titles.count(name) == (0 if name in bands else 1), name
+    assert titles.count("sums/avg@1") == 1
+
+
+def test_several_runs_are_overlaid(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / name / "x", slope=slope, lr=slope) for name, slope in (("a", 0.1), ("b", 0.2))]
+    runs = read_runs(folders)
+    assert [run.name for run in runs] == ["a/x", "b/x"], "two folders with the same name"
+    rows = rows_of(curve_chart("reward/mean", runs))
+    assert [(row["run"], row["value"]) for row in rows if row["step"] == 4] == [("a/x", 0.4), ("b/x", 0.8)]
+    page = build_page(runs)
+    assert table(page, "Settings") == {"actor.lr": ["0.1", "0.2"]}
+    assert table(page, "Summary")["steps"] == ["8 of 8", "8 of 8"]
+
+
+def test_differences_of_settings() -> None:
+    ours = {"train": {"num_steps": 8}, "placement": {"actor": "0"}, "run": {"dir": "a"}, "data": {"train": ("x",)}}
+    theirs = {"train": {"num_steps": 8, "lr": 1}, "placement": {"actor": "1"}, "run": {"dir": "b"}}
+    assert find_differences([ours, theirs | {"data": {"train": ["x"]}}]) == {
+        "placement": [{"actor": "0"}, {"actor": "1"}],
+        "train.lr": [None, 1],
+    }
+
+
+@pytest.mark.parametrize(
+    ("last", "age_s", "state"),
+    [
+        ("end", 0.0, "done"),
+        ("fault", 0.0, f"failed: {KILLED}: {ATTACK}"),
+        ("resume", 60.0, "running when this report was written"),
+        ("warning", 3600.0, "no end was recorded: it was killed, or its node was lost"),
+    ],
+)
+def test_the_state_of_a_run(last: str, age_s: float, state: str, run: Path) -> None:
+    (data,) = read_runs([run])
+    number = next(index for index, event in enumerate(data.events) if event.kind == last)
+    cut = RunData(data.name, data.folder, data.rows[:1], data.events[: number + 1], None)
+    assert describe_state(cut, now=max(event.at for event in cut.events) + age_s) == state
+
+
+def test_seconds_are_said_in_words() -> None:
+    assert [format_seconds(seconds) for seconds in (0, 12.4, 60, 200, 7500, 93_600)] == [
+        *("0 s", "12 s", "1 min", "3 min 20 s", "2 h 5 min", "1 d 2 h"),
+    ]
+
+
+# Texts of others
+
+
+def test_no_text_becomes_markup(tmp_path: Path, no_bundle: None) -> None:
+    """Responses, prompts, names of runs, settings and events are texts of others."""
+    folder = write_run(tmp_path / "<b>x & y")
+    text = html_module.to_html(build_page(read_runs([folder])))
+    assert "<img" not in text and "<b>" not in text and "<!--" not in text
+    scripts = re.findall(r"<script(.*?)>(.*?)</script", text, re.DOTALL)
+    assert text.count("<script") == len(scripts) == text.count("</script>"), "every script has one end"
+    specs = [json.loads(body) for attributes, body in scripts if "application/json" in attributes]
+    assert len(specs) == len(build_page(read_runs([folder])).charts)
+    assert f"{KILLED}: {ATTACK}" in {row.get("text") for spec in specs for row in spec["datasets"]["rows"]}
+    assert html.escape(f"late {ATTACK}") in text and html.escape("Report of <b>x & y") in text
+
+
+def test_only_the_scripts_of_the_page_may_run(run: Path, no_bundle: None) -> None:
+    text = html_module.to_html(build_page(read_runs([run])))
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)
+    assert policy is not None and policy[1].startswith("default-src 'none'; script-src 'sha256-")
+    allowed = set(re.findall(r"'sha256-([^']*)'", policy[1]))
+    scripts = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
+    assert {html_module._digest(script) for script in scripts} == allowed and len(scripts) == 2
+    addresses = re.findall(r"https?://[^\"' ]*", text.replace(scripts[0], ""))
+    assert {*addresses} <= {"https://vega.github.io/schema/vega-lite/v6.4.1.json"}, "names a format, and is not fetched"
+
+
+def test_odd_characters_are_shown(no_bundle: None) -> None:
+    page = Page("a\x00b\ud800c\u2028d", [Section("x", [Chart("y", {"datasets": {"rows": ["\ud800\u2028"]}})])])
+    text = html_module.to_html(page)
+    assert "<h1>a\ufffdb?c\u2028d</h1>" in text
+    text.encode()
+
+
+# Markdown
+
+
+def test_markdown_has_the_tables_and_a_picture_per_chart(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    report.main([str(run), "--format", "md", "--output", str(tmp_path / "out.md")])
+    text = (tmp_path / "out.md").read_text()
+    pictures = re.findall(r"^!\[.*\]\((out-\d\d-[a-z0-9_]+\.png)\)$", text, re.MULTILINE)
+    assert len(pictures) == len({*pictures}) > 8
+    for name in pictures:
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    assert len({(tmp_path / name).read_bytes() for name in pictures}) == len(pictures)
+    assert "| 8 | 0.75 (0.625 to 0.875) |" in text
+    assert "<script>" not in text.replace(f"```\nlate {ATTACK}", "").replace(f"```\nearly {ATTACK}", "")
+    assert re.search(rf"^````*\n{re.escape('late ' + ATTACK)}\n````*$", text, re.MULTILINE)
+    assert capsys.readouterr().out.startswith(f"{tmp_path / 'out.md'}: ")
+
+
+def test_a_fence_is_longer_than_those_in_the_text() -> None:
+    samples = ResponsesToPrompt("x", "```\n# no heading\n````", "", [])
+    text, _ = to_markdown(Page("t", [Section("s", [samples])]), "out")
+    assert "`````\n```\n# no heading\n````\n`````" in text
+
+
+# Errors
+
+
+def cut_off(folder: Path) -> list[Path]:
+    (folder / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n{"st\n{"step": 3}\n')
+    return [folder]
+
+
+def no_step(folder: Path) -> list[Path]:
+    (folder / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n{"reward/mean": 1}\n{"step": 3}\n')
+    return [folder]
+
+
+def no_metrics(folder: Path) -> list[Path]:
+    (folder / "metrics.jsonl").write_text('{"step": 1, "version": 2, "at": 5.0, "reward/mean": null}\n')
+    return [folder]
+
+
+def nothing_in_common(folder: Path) -> list[Path]:
+    other = folder.with_name("other")
+    other.mkdir()
+    write_lines(other / "metrics.jsonl", [{"step": 1, "else/x": 1.0}])
+    return [folder, other]
+
+
+@pytest.mark.parametrize(
+    ("break_it", "words"),
+    [
+        (lambda folder: [folder / "none"], "there is no folder .*none. Give the folder of a run, such as runs/demo"),
+        (lambda folder: [folder / "eval"], "eval has no metrics.jsonl, so it is not the folder of a run that trains"),
+        (cut_off, "metrics.jsonl, line 2: this is not JSON: .*. Every line must be a JSON object .* Remove this line"),
+        (no_step, "metrics.jsonl, line 2: this is not a row of metrics. Every line must be .* whole number `step`"),
+        (no_metrics, "metrics.jsonl has no metrics yet. Wait for the first step"),
+        (nothing_in_common, "the runs first, other have no metric in common, .* Give runs of training, or write a"),
+        (lambda folder: [folder, folder], "got a run twice: .* Give every run once"),
+    ],
+)
+def test_what_cannot_be_reported(break_it: Callable[[Path], list[Path]], words: str, run: Path) -> None:
+    with pytest.raises(SystemExit, match=f"report: .*{words}"):
+        report.main([str(folder) for folder in break_it(run)])
+    assert not list(run.glob("report*"))
+
+
+def test_a_line_that_is_being_written_is_left_out(run: Path) -> None:
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 9, "rew')
+    (data,) = read_runs([run])
+    assert data.is_cut and data.rows[-1]["step"] == 8
+    (run / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text() + "\n")
+    with pytest.raises(ReportError, match="line 10"):
+        read_runs([run])
+
+
+def test_values_that_are_not_finite_are_left_out(run: Path) -> None:
+    """Runs of older versions may have NaN; newer ones write null."""
+    rows = make_rows(3)
+    rows[1]["reward/mean"], rows[2]["reward/mean"] = float("nan"), None
+    write_lines(run / "metrics.jsonl", rows)
+    (data,) = read_runs([run])
+    assert [step for step, _ in data.values("reward/mean")] == [3]
+
+
+def test_two_rows_of_a_step_are_one(run: Path) -> None:
+    """A run in phases has a row of the evaluation, and one of the update."""
+    write_lines(
+        run / "metrics.jsonl", [{"step": 1, "at": BEGAN, "eval/accuracy": 1.0}, {"step": 1, "reward/mean": 2.0}]
+    )
+    (data,) = read_runs([run])
+    assert data.rows == [{"step": 1, "at": BEGAN, "eval/accuracy": 1.0, "reward/mean": 2.0}]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (
+            "missing/report.html",
+            "cannot write .*missing.*: No such file or directory. Give a file in a folder that exists",
+        ),
+        ("eval", "--output: .*eval is a folder. Give the name of a file, such as .*eval/report.html"),
+    ],
+)
+def test_an_output_that_cannot_be_written(name: str, words: str, run: Path, no_bundle: None) -> None:
+    with pytest.raises(SystemExit, match=f"report: {words}"):
+        report.main([str(run), "--output", str(run / name)])
+
+
+def test_a_report_needs_no_torch() -> None:
+    program = (
+        "import sys; import tools.report; print(sorted({'torch', 'vllm', 'pandas', 'matplotlib'} & {*sys.modules}))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
