@@ -21,7 +21,7 @@ ACCOUNTING = "accounting.jsonl"  # in the run's folder
 MAX_RANKS = 64  # of a line; in larger worlds, it has those that were busy longest, and as many that were idle longest
 MAX_BYTES = 32 << 20  # of the file; when it is larger, the older half of its lines is dropped
 
-BUSY, WAIT = "perf/busy/", "perf/wait/"
+BUSY, WAIT = "perf/busy", "perf/wait"
 RANKS = {"actor": "actors", "rollout": "engines", "inference": "inference ranks"}  # how texts call the ranks of a role
 SERVERS = ("reward", "environment")  # what an engine waits for when it has sampled everything
 # The stages of actors that also sample, by the role whose work they are.
@@ -41,8 +41,8 @@ def summarize(accounts: Sequence[RankAccount]) -> dict[str, float]:
             wall_s = account.wall_s
             for awaited, seconds in account.waits.items():
                 waits[awaited] += seconds / wall_s
-        found[BUSY + role] = 1 - sum(waits.values()) / len(members)
-        found |= {f"{WAIT}{role}/{awaited}": waits[awaited] / len(members) for awaited in sorted(waits)}
+        found[f"{BUSY}/{role}"] = 1 - sum(waits.values()) / len(members)
+        found |= {f"{WAIT}/{role}/{awaited}": waits[awaited] / len(members) for awaited in sorted(waits)}
     return found
 
 
@@ -124,7 +124,7 @@ def describe_bound(values: Mapping[str, float]) -> str:
 
     The actors drive the loop. So whatever they wait for most bounds the step, unless they are busy for longer.
     """
-    actors = [name.removeprefix(BUSY) for name in values if name.startswith(BUSY) and "actor" in name]
+    actors = [name.removeprefix(f"{BUSY}/") for name in values if name.startswith(f"{BUSY}/") and "actor" in name]
     role = min(actors, key=len, default="")  # those that only train, if there are any
     if not role:
         return ""
@@ -132,13 +132,13 @@ def describe_bound(values: Mapping[str, float]) -> str:
         return _describe_shared(role, values)
     waits = _waits_of(role, values)
     awaited = max(waits, key=waits.__getitem__, default="")
-    if not awaited or waits[awaited] <= values[BUSY + role]:
+    if not awaited or waits[awaited] <= values[f"{BUSY}/{role}"]:
         share = _waits_of("rollout", values).get("actor", 0.0)
         return f"actor-bound: engines wait {_percent(share)}"
     if awaited == "rollout":
         servers = {name: share for name, share in _waits_of("rollout", values).items() if name in SERVERS}
         slowest = max(servers, key=servers.__getitem__, default="")
-        if slowest and servers[slowest] > values.get(f"{BUSY}rollout", 0.0):
+        if slowest and servers[slowest] > values.get(f"{BUSY}/rollout", 0.0):
             return f"{slowest}-bound: engines wait {_percent(servers[slowest])}"
     return f"{awaited}-bound: {RANKS['actor']} wait {_percent(waits[awaited])}"
 
@@ -161,7 +161,7 @@ def _describe_shared(role: str, values: Mapping[str, float]) -> str:
 
 def _waits_of(role: str, values: Mapping[str, float]) -> dict[str, float]:
     """Return the shares in which the ranks of a role wait, by what they wait for."""
-    prefix = f"{WAIT}{role}/"
+    prefix = f"{WAIT}/{role}/"
     return {name.removeprefix(prefix): share for name, share in values.items() if name.startswith(prefix)}
 
 
