@@ -1,10 +1,10 @@
 """Start runs badly, ask tools/suggest_placement.py, and run what it suggests, on modelled time. Prints one JSON line.
 
-    python benchmarks/suggest.py [--ranks 8] [--mean 32] [--steps 16] [--step-ms 20] [--start NAME]
+    python benchmarks/suggest.py [--ranks 6] [--prompts 2] [--mean 24] [--steps 12] [--step-ms 40] [--start NAME]
 
 Every run has its own torchrun. World, mailbox, dispatcher, rollout service, schedule, sampler, balancing, accounting
 and metrics are real. Engines, learner and weight sync only sleep, so that the ranks can share few cores. Lengths are
-lognormal (sigma 1) and cut at --mean x 4. The bad starts, each with 8 groups of 8 responses per rank and step:
+lognormal (sigma 1) and cut at --mean x 4. The bad starts, each with --prompts groups of 8 responses per rank and step:
     rollout-bound         a quarter of the ranks samples, and updates are short
     actor-bound           a quarter of the ranks trains, and updates are long
     long-tail             all ranks sample and train. Few long responses hold up every step
@@ -40,7 +40,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout
 import torch.distributed as dist
 
 from benchmarks.modelled import (
-    NUM_PROMPTS_PER_RANK,
     NUM_SAMPLES,
     Clock,
     Costs,
@@ -88,13 +87,17 @@ class Start:
     update: float
 
 
+def ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
+
+
 def make_starts(num_ranks: int) -> dict[str, Start]:
     few = max(1, num_ranks // 4)
     return {
-        "rollout-bound": Start({"rollout": f"{few} ranks", "actor": "rest"}, update=0.5),
-        "actor-bound": Start({"rollout": f"{num_ranks - few} ranks", "actor": "rest"}, update=4.0),
+        "rollout-bound": Start({"rollout": ranks(few), "actor": "rest"}, update=0.5),
+        "actor-bound": Start({"rollout": ranks(num_ranks - few), "actor": "rest"}, update=2.0),
         "long-tail": Start({"actor,rollout": "all"}, update=1.0),
-        "turns": Start({"rollout": f"{num_ranks // 2} ranks", "actor": "rest"}, update=2.0),
+        "turns": Start({"rollout": ranks(num_ranks // 2), "actor": "rest"}, update=2.0),
     }
 
 
@@ -226,7 +229,7 @@ def prompt_tokens(config: Config) -> int:
 
 def make_config(args: argparse.Namespace, placement: Mapping[str, str], changes: list[str]) -> Config:
     """Return the settings of a run: those of the start, then those that the tool suggests."""
-    num_prompts = NUM_PROMPTS_PER_RANK * args.ranks
+    num_prompts = args.prompts * args.ranks
     settings = [f"placement.{roles}={ranks}" for roles, ranks in placement.items()]
     if any(change.startswith("placement.") for change in changes):
         settings = []
@@ -238,7 +241,7 @@ def make_config(args: argparse.Namespace, placement: Mapping[str, str], changes:
 
 
 def make_costs(args: argparse.Namespace, start: Start) -> Costs:
-    step_s, num_responses = args.step_ms / 1000, NUM_PROMPTS_PER_RANK * NUM_SAMPLES * args.ranks
+    step_s, num_responses = args.step_ms / 1000, args.prompts * NUM_SAMPLES * args.ranks
     per_engine = num_responses / (args.ranks / 2)
     num_tokens = num_responses * (args.mean + max(1, args.mean // 8)) / (args.ranks / 2)  # of one of half of the ranks
     update_token = start.update * args.mean * step_s / num_tokens
@@ -288,12 +291,13 @@ def compare(args: argparse.Namespace, start: Start, folder: Path) -> dict[str, A
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--mean", type=int, default=32, help="mean length of a response, in tokens")
+    parser.add_argument("--ranks", type=int, default=6)
+    parser.add_argument("--prompts", type=int, default=2, help="groups per rank and step")
+    parser.add_argument("--mean", type=int, default=24, help="mean length of a response, in tokens")
     parser.add_argument(
-        "--steps", type=int, default=16, help="measured after a warm-up, whose length depends on Q and K"
+        "--steps", type=int, default=12, help="measured after a warm-up, whose length depends on Q and K"
     )
-    parser.add_argument("--step-ms", type=float, default=20.0, help="time of a decode step, evenly split")
+    parser.add_argument("--step-ms", type=float, default=40.0, help="time of a decode step, evenly split")
     parser.add_argument("--start", choices=[*make_starts(4)], help="run only this one")
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -305,7 +309,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
             found[name] = compare(args, make_starts(args.ranks)[name], Path(folder) / name)
-    row = {"benchmark": "suggest", "ranks": args.ranks, "mean": args.mean, "steps": args.steps, "step_ms": args.step_ms}
+    row = {
+        "benchmark": "suggest",
+        "ranks": args.ranks,
+        "prompts": args.prompts,
+        "mean": args.mean,
+        "steps": args.steps,
+        "step_ms": args.step_ms,
+    }
     print(json.dumps(row | {"starts": found}), flush=True)
 
 

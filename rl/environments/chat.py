@@ -9,6 +9,7 @@ of the model is found by rendering a short stand-in conversation with the model'
     what `extend` returns:                         \\n<tool>42<end>\\n<assistant>
 
 So separators, merged tool messages, trimmed or quoted content and the beginning of the next turn are the template's.
+If it only copies content, it need not run again for other content of the same kind (rl/environments/splicing.py).
 The PyPI package `renderers` (0.1.12) has renderers written by hand for Qwen3 and Llama 3, which return the same ids.
 But it cannot extend conversations of Qwen2, SmolLM, Phi and Mistral, so one derived method serves all families.
 

@@ -28,7 +28,7 @@ SHRINK_S = 10.0  # after which a view that needs fewer rows gets smaller; the ro
 MAX_REWARDS = 2000  # newest steps in the curve of rewards
 
 
-class Terminal(Protocol):
+class Painter(Protocol):
     """The process that paints frames (TeeLink)."""
 
     def show(self, frame: ViewFrame | None) -> None: ...
@@ -39,7 +39,7 @@ class Terminal(Protocol):
 class LiveView:
     """Keep the view of a run up to date. `activities` returns what the ranks are doing now."""
 
-    def __init__(self, name: str, terminal: Terminal, activities: Callable[[], Sequence[RoleActivity]]):
+    def __init__(self, name: str, terminal: Painter, activities: Callable[[], Sequence[RoleActivity]]):
         self._terminal, self._activities = terminal, activities
         self._started_at = self._reached_at = time.monotonic()
         self._durations: deque[float] = deque(maxlen=NUM_RECENT)  # of steps with all that comes between them
@@ -120,7 +120,7 @@ class LiveView:
 
 
 def open_view(
-    name: str, terminal: Terminal | None, collect: Callable[[], Callable[[], Sequence[RoleActivity]]]
+    name: str, terminal: Painter | None, collect: Callable[[], Callable[[], Sequence[RoleActivity]]]
 ) -> LiveView | None:
     """Open the live view if the console is a terminal that can show it. `collect` asks for the ranks' activities."""
     is_able = terminal is not None and sys.stdout.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")

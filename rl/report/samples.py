@@ -40,7 +40,7 @@ def show(samples: Sequence[ReportedSample], tokenizer: Tokenizer) -> str:
 def _show_sample(number: int, sample: ReportedSample, tokenizer: Tokenizer) -> str:
     batch = sample.batch
     reward, is_truncated = float(batch.rewards[0]), bool(batch.truncated[0])
-    cut = f", cut at the limit of {count_of(int(batch.loss_mask.sum()), 'token')}" if is_truncated else ""
+    cut = f", cut after {count_of(int(batch.loss_mask.sum()), 'token')}" if is_truncated else ""
     parts = [f"### sample {number}: reward {reward:.4g}{cut}"]
     if batch.turns is None:
         prompt = batch.tokens[: int(batch.prompt_lengths[0])].tolist()
@@ -81,9 +81,8 @@ def _score_lines(sample: ReportedSample, reward: float) -> list[str]:
         if sample.result["status"] != "ok":
             lines.append(f"the reward functions failed: {sample.result['status']}")
     if len(sample.rewards) > 1:
-        lines.append(
-            f"all {len(sample.rewards)} samples of this prompt: {' '.join(f'{r:.3g}' for r in sample.rewards)}"
-        )
+        rewards = " ".join(f"{other:.3g}" for other in sample.rewards)
+        lines.append(f"rewards of all {len(sample.rewards)} samples of this prompt: {rewards}")
     return lines
 
 

@@ -136,6 +136,7 @@ class RolloutService(Service):
         self._is_rebuilt = False  # the engine was replaced, and has sampled nothing yet
         self._num_prompt_tokens = 0  # in requests that were added since the last step
         self._reported_at = 0.0  # when the leader was told of the progress
+        self._stepped_at: float | None = None  # when the last step ended; None: the engine had nothing left to do
         self._timer, self._is_decoding = StepTimer(), False  # whether the last step read no prompts
         self._meter = UseMeter()
         self.recorder: Recorder | None = None  # in the phase rollout: writes groups to files
@@ -216,19 +217,23 @@ class RolloutService(Service):
             return self._begin(groups)
         self._tell_followers(StepEngine())
         num_responses, started = self.engine.num_unfinished, time.perf_counter()
+        # What is done with the responses of a step delays the next one, so accounts count it too.
+        began = self._stepped_at if self._stepped_at is not None else started
         num_prompt_tokens, was_decoding = self._num_prompt_tokens, self._is_decoding
         try:
             ended = self._step()
         except Exception as error:
             return self._recover(error)
-        step_s, num_tokens = time.perf_counter() - started, sum(len(done.tokens) for done in ended)
+        now = time.perf_counter()
+        step_s, num_tokens = now - started, sum(len(done.tokens) for done in ended)
+        self._stepped_at = now if self.engine.num_unfinished else None
         # An engine that schedules asynchronously waits for the prompts of a step in the next one.
         self._is_decoding = not num_prompt_tokens
         if was_decoding and self._is_decoding:
             self._timer.add(num_responses, step_s)
-            self._world.accounts.engine_steps.add_decode(num_responses, step_s)
+            self._world.accounts.engine_steps.add_decode(num_responses, now - began)
         else:
-            self._world.accounts.engine_steps.add_prefill(num_responses, step_s, num_prompt_tokens)
+            self._world.accounts.engine_steps.add_prefill(num_responses, now - began, num_prompt_tokens)
         self._meter.add(num_tokens, step_s, self.engine.kv_use, self.engine.kv_bytes)
         HEART.beat(f"{self.engine.num_unfinished} responses", num_tokens)
         with self.conversations.together() if self.conversations is not None else nullcontext():

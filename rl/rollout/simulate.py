@@ -23,7 +23,7 @@ class Speeds:
     decode_step: float  # of a decode step, besides its sequences
     decode_sequence: float  # of each sequence in a decode step
     prefill_token: float  # of each token that an engine reads
-    score: float  # from the end of a round to its last score
+    score: float  # of each round besides decoding and reading: its beginning, and the time to its last score
     train_token: float  # of each token, on one actor
     logprob_token: float = 0.0  # of each token, on one inference rank; 0: the actors compute logprobs
     sync: float = 0.0

@@ -17,6 +17,7 @@ from rl.checkpoint.checkpoints import Checkpoints
 from rl.checkpoint.resume import Resume, check_prompts, read_groups, restore
 from rl.checkpoint.save import Saver
 from rl.checkpoint.write import RunDescription, read_hf_files
+from rl.common.notices import NOTICES
 from rl.common.text import count_of
 from rl.config.schema import Config, ConfigError
 from rl.data.prompts import PromptStream
@@ -211,7 +212,7 @@ def _restore_rollouts(run: Run, stream: PromptStream | None) -> tuple[ScheduleSt
         return ScheduleState(), HeldGroups()
     warning = check_prompts(resume, stream) if stream is not None else ""
     if warning:
-        print(f"oneworld: {warning}", flush=True)
+        NOTICES.warn(warning)
     is_other = torch.tensor(bool(warning), dtype=torch.int32)
     dist.all_reduce(is_other, group=run.groups.actor_pg)
     if is_other:

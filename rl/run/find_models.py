@@ -16,6 +16,7 @@ from typing import ClassVar
 import msgspec
 
 from rl.common.files import write_atomically
+from rl.common.notices import NOTICES
 from rl.config.schema import Config, ConfigError, resolve_path
 from rl.model.hub import download, find_commit, warn_of_typo
 from rl.model.shape import check_folder
@@ -69,7 +70,7 @@ def _choose_commits(settings: Mapping[str, str], record: Path) -> dict[str, str]
             commits[path] = commit
         elif path not in commits:
             if warning := warn_of_typo(setting, path):
-                print(f"oneworld: {warning}", flush=True)
+                NOTICES.warn(warning)
             commits[path] = find_commit(setting, path)
             print(f"oneworld: {setting}: {path} at commit {commits[path]}", flush=True)
     if on_hub := {path: commit for path, commit in commits.items() if commit}:

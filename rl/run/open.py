@@ -120,7 +120,7 @@ def open_run(world: World, config: Config, config_name: str, phase: PhaseOptions
         if placement.rank_weights is not None or not placement.nodes.are_equal:
             print(f"oneworld: {_name_nodes(world, placement)}", flush=True)
         for warning in warnings:
-            print(f"oneworld: {warning}", flush=True)
+            NOTICES.warn(warning)
     world.at_end(NOTICES.summarize)
     view = _open_view(world, folder) if is_leader else None
     with world.stage("find models"):

@@ -205,7 +205,7 @@ def _measure_speeds(
     placement: Placement, rows: Sequence[Mapping[str, Any]], accounts: Sequence[Mapping[str, Any]]
 ) -> Speeds:
     """Return the measured speeds. Training time is taken to be in proportion to the tokens of an actor."""
-    fixed, each, prefill = _fit_engine(placement, accounts)
+    fixed, each, prefill, num_read = _fit_engine(placement, accounts)
     actors = [_role_with("actor", account) for account in accounts]
     num_tokens = fmean(row["rollout/tokens"] for row in rows)
     num_responses = fmean(row["rollout/tokens"] / max(1.0, row["rollout/length_mean"]) for row in rows)
@@ -215,12 +215,15 @@ def _measure_speeds(
     scoring = ["busy/logprobs", "wait/inference"] if placement.scorers else []
     seconds = {names: _mean_of(actors, names) for names in (tuple(work), tuple(scoring))}
     engines = [_role_with("rollout", account) for account in accounts]
+    train_token = seconds[tuple(work)] * len(placement.actors) / num_tokens
+    # A forward pass is a third of the training. What a step with prompts takes besides is the same for longer prompts.
+    read_token = min(prefill, train_token / 3)
     return Speeds(
         fixed,
         each,
-        prefill,
-        score=_mean_of(engines, ["wait/reward"]),
-        train_token=seconds[tuple(work)] * len(placement.actors) / num_tokens,
+        read_token,
+        score=_mean_of(engines, ["wait/reward"]) + num_read * (prefill - read_token),
+        train_token=train_token,
         logprob_token=seconds[tuple(scoring)] * len(placement.scorers) / num_tokens if scoring else 0.0,
         sync=fmean(row.get("time/sync", 0.0) for row in rows),
         handover=fmean(row.get("time/handover", 0.0) for row in rows),
@@ -237,8 +240,9 @@ def _mean_of(seconds: Iterable[Mapping[str, float]], names: Sequence[str]) -> fl
     return fmean(sum(each.get(name, 0.0) for name in names) for each in seconds)
 
 
-def _fit_engine(placement: Placement, accounts: Sequence[Mapping[str, Any]]) -> tuple[float, float, float]:
-    """Return the seconds of a decode step, of each of its sequences, and of each token that is read.
+def _fit_engine(placement: Placement, accounts: Sequence[Mapping[str, Any]]) -> tuple[float, float, float, float]:
+    """Return the seconds of a decode step, of each of its sequences, and of each token that is read. Also return how
+    many tokens an engine reads per step of the run.
 
     A line is fitted to all decode steps. What an engine does between two steps makes all of them longer.
     """
@@ -257,14 +261,15 @@ def _fit_engine(placement: Placement, accounts: Sequence[Mapping[str, Any]]) -> 
     fixed = (t - slope * x) / count
     if fixed < 0:
         fixed, slope = 0.0, xt / xx
-    prefill = 0.0
+    prefill = num_read = 0.0
     if sums["prefill"] and sums["prefill"][3]:
         steps, sequences, seconds, tokens = sums["prefill"]
         prefill = max(0.0, (seconds - fixed * steps - slope * sequences) / tokens)
+        num_read = tokens / len(placement.engines) / len(accounts)
     stepped = (t + (sums["prefill"][2] if sums["prefill"] else 0.0)) / len(placement.engines) / len(accounts)
     alone = [account["roles"]["rollout"]["seconds"] for account in accounts if "rollout" in account["roles"]]
     longer = max(1.0, _mean_of(alone, ["busy/rollout", "busy/serve"]) / stepped) if alone and stepped else 1.0
-    return fixed * longer, slope * longer, prefill * longer
+    return fixed * longer, slope * longer, prefill * longer, num_read
 
 
 # Searching

@@ -15,6 +15,7 @@
     launcher.py     torchrun's agent, seen from outside, and the last line on its console
     told.py         what the ranks have said on the console, for torchrun's process
     tee.py          copies a rank's console output to its log
+    console.py      a thread that writes to a console, which may take no output for hours
     screen.py       the live view's lines at the bottom of a terminal
     parent.py       end a process together with its parent, or let it outlive its rank
 

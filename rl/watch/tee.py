@@ -22,19 +22,17 @@ import termios
 import threading
 import time
 import tty
-from collections import deque
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rl.common.text import format_bytes
-from rl.common.waiting import wait_until_readable, wait_until_writable
+from rl.common.waiting import wait_until_readable
+from rl.watch.console import ConsoleWriter, write_all
 from rl.watch.parent import leave_rank
-from rl.watch.screen import Screen, Size, ViewFrame, find_terminal_owner, is_in_foreground
+from rl.watch.screen import Size, ViewFrame, find_terminal_owner, is_in_foreground
 
 MAX_EARLY = 4 << 20  # bytes kept until the run's folder is known
 MAX_BEHIND = 16 << 20  # bytes waiting for a slow disk; further output is not logged
-MAX_UNSHOWN = 4 << 20  # bytes waiting for a console; further output is only logged
 MAX_LOG = 32 << 20  # bytes of a log before it is moved aside
 MAX_ATTEMPTS = 50  # attempts whose logs are kept
 HANG_S = 5.0  # without progress of the disk, after which the rest of the log is given up
@@ -147,7 +145,7 @@ class _Tee:
     def __init__(self, streams: list[_Stream], connection: socket.socket, owner: int):
         """`owner` is the process whose job has the terminal."""
         self._streams = {stream.reader: stream for stream in streams}
-        self._consoles = {stream.console: _Console(stream.console) for stream in streams}
+        self._consoles = {stream.console: ConsoleWriter(stream.console) for stream in streams}
         self._connections = [connection]  # until the rank ends
         self._owner = owner
         self._log: _Log | None = None
@@ -242,75 +240,6 @@ class _Tee:
         return part
 
 
-class _Console(threading.Thread):
-    """Write to a console in a thread, because the console may take nothing for hours. Then output is kept up to a
-    bound, and only the newest frame is painted later. A console that is gone takes everything and shows nothing."""
-
-    def __init__(self, file: int):
-        super().__init__(daemon=True)
-        self._file, self._is_gone = file, False
-        self._screen = Screen()
-        self._changed = threading.Condition()
-        self._parts: deque[bytes] = deque()
-        self._num_kept = self._num_lost = 0  # bytes
-        self._frame: ViewFrame | None = None
-        self._size = Size(0, 0)
-        self._is_painted, self._is_ending = True, False
-        self.start()
-
-    def write(self, part: bytes) -> None:
-        with self._changed:
-            if self._num_kept > MAX_UNSHOWN:
-                self._num_lost += len(part)
-                return
-            self._num_kept += len(part)
-            self._parts.append(part)
-            self._changed.notify()
-
-    def show(self, frame: ViewFrame | None) -> None:
-        """Show a frame, or repaint it if the terminal's size has changed."""
-        size = _size_of(self._file) if frame is not None else self._size
-        with self._changed:
-            if (frame, size) != (self._frame, self._size):
-                self._frame, self._size, self._is_painted = frame, size, False
-                self._changed.notify()
-
-    def finish(self) -> None:
-        """Wait until the console has taken everything that is kept."""
-        with self._changed:
-            self._is_ending = True
-            self._changed.notify()
-        self.join()
-
-    def run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._parts or not self._is_painted or self._is_ending)
-                text, num_lost = b"".join(self._parts), self._num_lost
-                self._parts.clear()
-                self._num_lost = 0
-                paint = b"" if self._is_painted else self._screen.update(self._frame, self._size)
-                self._is_painted = True
-                is_end = self._is_ending and not text and not paint
-            if is_end:
-                return
-            if num_lost:
-                why = "because this console took no output; the log has them"
-                text += f"\noneworld: {format_bytes(num_lost)} are not shown, {why}\n".encode()
-            for part in (text, paint):
-                if part and not self._is_gone and not _write(self._file, part):
-                    self._is_gone = True
-            with self._changed:
-                self._num_kept = sum(map(len, self._parts))
-
-
-def _size_of(console: int) -> Size:
-    try:
-        return Size(*os.get_terminal_size(console))
-    except OSError:  # no terminal
-        return Size(0, 0)
-
-
 class _Log(threading.Thread):
     """Write the log in a thread. If the disk hangs or is full, log lines are lost, but the run and console go on."""
 
@@ -336,7 +265,7 @@ class _Log(threading.Thread):
 
     def run(self) -> None:
         while (part := self._parts.get()) is not None:
-            _write(self._file, part)
+            write_all(self._file, part)
             self._num_written += len(part)
             self._num_bytes += len(part)
             if self._num_bytes >= MAX_LOG:
@@ -350,14 +279,3 @@ class _Log(threading.Thread):
             file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             os.close(self._file)
             self._file = file
-
-
-def _write(file: int, part: bytes) -> bool:
-    while part:
-        try:
-            part = part[os.write(file, part) :]
-        except BlockingIOError:  # another program made the console non-blocking
-            wait_until_writable(file)
-        except OSError:
-            return False
-    return True

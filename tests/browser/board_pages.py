@@ -110,9 +110,9 @@ class BoardPages:
         assert sorted(chart["title"] for chart in drawn) == sorted(titles)
         return {chart["title"]: [read_path(path) for path in chart["lines"]] for chart in drawn}
 
-    def show_category(self, title: str) -> None:
-        """Scroll to a category of charts."""
-        self._page.get_by_text(title, exact=True).first.evaluate("node => node.scrollIntoView({block: 'start'})")
+    def scroll_to(self, text: str, block: str) -> None:
+        """Scroll until a text is at the start or in the center of the page."""
+        self._page.get_by_text(text).first.evaluate("(node, block) => node.scrollIntoView({block})", block)
         self._page.wait_for_timeout(2000)
 
     def open_tab(self, fragment: str, *wanted: str) -> None:
@@ -138,7 +138,9 @@ def take_pictures(pages: BoardPages, target: Path) -> None:
     """Take the pictures of docs/tensorboard.md."""
     pages.open_charts()
     pages.take_picture(target / "tensorboard_learning.png")
-    pages.show_category("system")
+    pages.scroll_to("learning: evaluations", "start")
+    pages.take_picture(target / "tensorboard_evaluations.png")
+    pages.scroll_to("share of a step", "center")
     pages.take_picture(target / "tensorboard_system.png")
     pages.open_tab("text", "reference answer")
     pages.take_picture(target / "tensorboard_samples.png")

@@ -28,7 +28,7 @@ def test_a_step_uses_the_loss_the_reward_and_the_metric(tmp_path: Path) -> None:
     assert process.returncode == 0, output[-6000:]
     row = json.loads((tree / "runs" / "x" / "metrics.jsonl").read_text().splitlines()[-1])
     assert row["reward/multiple_choice"] == 0  # the sums have no letters
-    assert row["reward/positive"] > 0
+    assert row["reward/positive"] == 0 > row["reward/mean"]  # a long response costs, and none gains
     # At ratio 1, clip's loss is the mean of -A over sequences, which is 0. SAPO's is -2 A where A > 0, and
     # -4 / 1.05 / 2 A where A < 0, so it is negative.
     assert row["loss/policy"] < -1e-3

@@ -175,7 +175,9 @@ def test_settings_that_are_named_exist(page: Path) -> None:
     words = [
         word for span in SPAN.findall(text) for word in re.findall(r"(?<![\w/.])[a-z]+\.[a-z_\d]+(?![\w./(])", span)
     ]
-    settings = [word for word in words if word.split(".")[0] in SECTIONS and not word.endswith((".py", ".jsonl"))]
+    settings = [
+        word for word in words if word.split(".")[0] in SECTIONS and not word.endswith((".py", ".json", ".jsonl"))
+    ]
     assert [word for word in settings if not is_setting(word)] == []
 
 

@@ -166,6 +166,23 @@ def test_receive_takes_the_oldest_of_its_kinds_and_leaves_the_others(connect: Co
     assert [take(receiver, Other, Note).message.number for _ in range(2)] == [1, 3]
 
 
+def test_the_next_message_is_taken_only_if_it_is_of_the_same_kind(connect: Connect) -> None:
+    """Otherwise a rank would add requests to its engine before steps that come earlier."""
+    (mail,) = connect(1)
+    for message in (Other(), Note(1), Note(2), Mark(), Note(3)):
+        mail.send(0, message)
+    names = {"Note", "Mark"}  # others are left where they are
+    found = [mail.receive_next(Note, names) for _ in range(3)]
+    assert [letter and letter.message for letter in found] == [Note(1), Note(2), None]
+    assert mail.receive_within(0, Note, Mark) is not None
+    letter = mail.receive_next(Note, names)
+    assert letter is not None and letter.message == Note(3)
+    assert mail.receive_next(Note, names) is None
+    mail.fail(ValueError("lost"))
+    with pytest.raises(ValueError, match="lost"):
+        mail.receive_next(Note, names)
+
+
 @pytest.mark.parametrize("timeout_s", [0.0, 0.2])
 def test_receive_gives_none_after_its_timeout(connect: Connect, timeout_s: float) -> None:
     (mail,) = connect(1)

@@ -1,5 +1,7 @@
 """Half characters and deep values, which a model or a tool may write, cost at most their own call."""
 
+from datetime import UTC, datetime
+
 import msgspec
 import pytest
 
@@ -47,6 +49,29 @@ def test_half_characters_in_answers_become_question_marks() -> None:
     assert answer is not None and answer.value == [{"role": "user", "?": ["?"]}]
     answer = decode_answer("tool", encode(CallAnswer("error", text=HALF, place=HALF)))
     assert answer is not None and (answer.text, answer.place) == ("?", "?")
+
+
+@pytest.mark.parametrize(
+    ("kind", "answer"),
+    [
+        ("tool", CallAnswer("ok", b"x")),
+        ("tool", CallAnswer("ok", {"text": "x"})),
+        ("tool", CallAnswer("lost", "x")),  # type: ignore[arg-type]
+        ("reset", CallAnswer("ok", [{"role": "user", "content": b"x"}])),
+        ("reset", CallAnswer("ok", [datetime(2026, 1, 1, tzinfo=UTC)])),
+        ("reward", CallAnswer("ok", {1: 1.0})),
+        ("reward", CallAnswer("ok", 1)),
+        ("step", CallAnswer("ok", ["x", 1])),
+    ],
+)
+def test_answers_that_are_no_plain_data_are_refused(kind: str, answer: CallAnswer) -> None:
+    """A process that runs users' code may send anything."""
+    assert decode_answer(kind, encode(answer)) is None
+
+
+@pytest.mark.parametrize("body", [b"", b"[", b"{}", b"\xc1", b"\x97", b'["ok"', b"x" * 100, b"[" * 100_000])
+def test_bytes_that_are_no_answer_are_refused(body: bytes) -> None:
+    assert decode_answer("tool", bytearray(body)) is None
 
 
 @pytest.mark.parametrize("odd", [1 << 80, -(1 << 70), HALF, {HALF: [1 << 64]}, float("inf"), 1, "plain"])

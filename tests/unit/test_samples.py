@@ -49,7 +49,7 @@ def test_a_response_is_shown_with_its_answer_and_the_parts_of_its_reward() -> No
         "<p><strong>response</strong> (1 token)</p>\n<pre><code>c\n</code></pre>\n"
         "<p><strong>score</strong></p>\n"
         "<pre><code>reward  0.25\n  reward/match            0.25\n  reward/match/is_number  1\n"
-        "all 2 samples of this prompt: 0.25 1\n</code></pre>"
+        "rewards of all 2 samples of this prompt: 0.25 1\n</code></pre>"
     )
 
 
@@ -71,7 +71,7 @@ def test_a_conversation_is_shown_turn_by_turn() -> None:
         "<p><strong>score</strong></p>\n<pre><code>reward  1\n</code></pre>"
     )
     split = html_of(ReportedSample(batch_of_conversations([[SPLIT]]), "", None, [0.5]))
-    assert "<h3>sample 1: reward 0.5, cut at the limit of 5 tokens</h3>" in split
+    assert "<h3>sample 1: reward 0.5, cut after 5 tokens</h3>" in split
     assert "<p><strong>environment</strong> (2 tokens)</p>\n<pre><code>hh\n" in split
 
 

@@ -162,8 +162,8 @@ def test_a_console_that_takes_nothing_does_not_hold_up_the_rank(tmp_path: Path) 
     program = """
 import sys, time
 from pathlib import Path
-from rl.watch import tee
-tee.MAX_UNSHOWN = 1_000_000
+from rl.watch import console, tee
+console.MAX_UNSHOWN = 1_000_000
 line = tee.start_tee()
 line.write_log(Path(sys.argv[1]))
 for number in range(300_000):

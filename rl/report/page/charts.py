@@ -4,7 +4,7 @@ A chart has its own data, under the name `rows`. Colors suit a light and a dark 
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import altair as alt
 
@@ -246,7 +246,7 @@ def length_chart(run: RunData, name: str, title: str) -> Chart | None:
             x=alt.X("step:O", title="step", axis=alt.Axis(labelOverlap="greedy", labelAngle=0)),
             y=alt.Y("low:Q", title="tokens"),
             y2="high:Q",
-            color=alt.Color("share:Q", title="share", scale=alt.Scale(scheme="blues"), legend=_legend()),
+            color=alt.Color("share:Q", title="share", scale=alt.Scale(scheme="blues"), legend=alt.Legend(orient="top")),
             tooltip=[*tooltip, alt.Tooltip("share:Q", format=".1%")],
         )
     )
@@ -278,14 +278,15 @@ def _numbers() -> alt.Axis:
     return alt.Axis(format=".6~g", tickCount=5)
 
 
-def _legend() -> alt.Legend:
-    return alt.Legend(orient="top", columns=4, labelLimit=140, symbolType="square")
+def _legend(orient: Literal["top", "bottom"] = "top") -> alt.Legend:
+    """Return a legend. The number of its columns depends on the width, so the theme of the page sets it."""
+    return alt.Legend(orient=orient, labelLimit=140, symbolType="square", symbolOpacity=1, symbolStrokeWidth=3)
 
 
 def _by_run(runs: Sequence[RunData]) -> alt.Color:
     names = [run.name for run in runs]
     colors = [RUN_COLORS[index % len(RUN_COLORS)] for index in range(len(names))]
-    legend = alt.Legend(orient="top", columns=2, labelLimit=160, symbolType="stroke") if len(names) > 1 else None
+    legend = _legend() if len(names) > 1 else None
     return alt.Color("run:N", title=None, scale=alt.Scale(domain=names, range=colors), legend=legend)
 
 
@@ -296,7 +297,7 @@ def _kinds(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 def _by_kind(rows: Sequence[Mapping[str, Any]], **options: Any) -> alt.Color:
     kinds = _kinds(rows)
     scale = alt.Scale(domain=kinds, range=[EVENT_COLORS[kind] for kind in kinds])
-    return alt.Color("kind:N", title=None, scale=scale, **({"legend": _legend()} | options))
+    return alt.Color("kind:N", title=None, scale=scale, **({"legend": _legend("bottom")} | options))
 
 
 def _shape(rows: Sequence[Mapping[str, Any]]) -> alt.Shape:

@@ -4,17 +4,18 @@ const views = {}; // by the id of the chart; a test reads their data
 window.reportViews = views;
 const dark = window.matchMedia("(prefers-color-scheme: dark)");
 
-function theme() {
+function theme(width) {
   const text = dark.matches ? "#c9cfd6" : "#3c434c", line = dark.matches ? "#3a414b" : "#dde1e6";
   const words = { labelColor: text, titleColor: text, labelFontSize: 11, titleFontSize: 11, titleFontWeight: "normal" };
   const axis = { ...words, gridColor: line, domainColor: line, tickColor: line };
-  return { background: "transparent", axis, legend: words, view: { stroke: null }, font: "system-ui, sans-serif" };
+  const legend = { ...words, columns: Math.max(1, Math.floor(width / 110)) };
+  return { background: "transparent", axis, legend, view: { stroke: null }, font: "system-ui, sans-serif" };
 }
 
 async function draw(element) {
   const id = element.id;
   const spec = JSON.parse(document.getElementById("spec-" + id).textContent);
-  const options = { actions: false, renderer: "svg", config: theme(), tooltip: { theme: dark.matches ? "dark" : "light" } };
+  const options = { actions: false, renderer: "svg", config: theme(element.clientWidth), tooltip: { theme: dark.matches ? "dark" : "light" } };
   try {
     if (views[id]) views[id].finalize();
     views[id] = (await vegaEmbed(element, spec, options)).view;

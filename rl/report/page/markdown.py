@@ -10,7 +10,12 @@ from rl.report.page.parts import Block, Chart, Page, Paragraph, ResponsesToPromp
 
 WIDTH = 640  # of a chart, in pixels
 SCALE = 2.0  # pixels of the PNG per pixel of the chart
-THEME = {"background": "white", "view": {"stroke": None}, "title": {"anchor": "start", "fontSize": 13}}
+THEME = {
+    "background": "white",
+    "view": {"stroke": None},
+    "legend": {"columns": 5},
+    "title": {"anchor": "start", "fontSize": 13},
+}
 
 
 def to_markdown(page: Page, stem: str) -> tuple[str, dict[str, bytes]]:
