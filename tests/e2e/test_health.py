@@ -8,6 +8,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rl.report.events import Event, read_events
+from rl.report.layout import tag_of
 from tests.launcher import finish, start, status_line, steps_on, train
 
 pytestmark = pytest.mark.timeout(200)
@@ -52,7 +53,7 @@ def test_a_planted_fault_is_said_once(name: str, tmp_path: Path) -> None:
     assert fired == [None] * (warning.step - 1) + [1.0] * (9 - warning.step)
     scalars = EventAccumulator(str(result.folder))
     scalars.Reload()
-    assert [event.step for event in scalars.Scalars(f"health/{rule}")] == list(range(warning.step, 9))
+    assert [event.step for event in scalars.Scalars(tag_of(f"health/{rule}"))] == list(range(warning.step, 9))
     assert re.search(rf"oneworld: health rules that have fired: .*{rule} in {9 - warning.step} step", result.output)
 
 
