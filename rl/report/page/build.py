@@ -29,7 +29,9 @@ LEARNING = ["reward/mean", "reward/std", "reward/no_signal", "policy/entropy", "
 LEARNING += ["policy/clip_fraction", "policy/mismatch_kl", "optim/grad_norm", "critic/explained_variance"]
 GENERATION = ["rollout/length_mean", "rollout/truncated", "perf/tokens_per_s", "rollout/lag_mean"]
 SYSTEM = ["time/step", "perf/mfu"]
-PREFIXES = {"Learning": ("reward/", "loss/", "policy/", "optim/", "critic/", "environment/", "health/")}
+PREFIXES: dict[str, tuple[str, ...]] = {
+    "Learning": ("reward/", "loss/", "policy/", "optim/", "critic/", "environment/", "health/")
+}
 PREFIXES |= {"Generation": ("rollout/",), "Time": ("time/", "perf/", "gpu/", "host/")}
 LENGTHS = "rollout/lengths"  # a histogram
 NUM_ENDS = 5  # steps at the beginning and at the end whose mean reward is compared
@@ -176,7 +178,7 @@ def _show_evaluations(runs: Sequence[RunData]) -> Section:
     table = Table(head, rows, "With the bounds of the 95 % interval over prompts.")
     bounds = {f"{name}{end}" for name in measured for end in ("_low", "_high")}
     others = [name for name in names if name not in bounds and name not in measured]
-    blocks = [*_charts(evaluation_chart(name, runs) for name in measured), table]
+    blocks: list[Block] = [*_charts(evaluation_chart(name, runs) for name in measured), table]
     return Section("Evaluation", blocks, _charts(curve_chart(name, runs, 1) for name in others))
 
 

@@ -112,7 +112,7 @@ def mean_stages(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 def role_chart(runs: Sequence[RunData]) -> Chart | None:
     """Draw the shares of time in which the ranks of each role are busy, or wait for another role. None: no run has
     measured them."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     for run in runs:
         for role, shares in mean_shares(run).items():
             label = f"{run.name}: {role}" if len(runs) > 1 else role
@@ -254,7 +254,7 @@ def length_chart(run: RunData, name: str, title: str) -> Chart | None:
 
 
 def _finish(
-    chart: alt.Chart | alt.LayerChart, rows: Sequence[Mapping[str, Any]], height: int = HEIGHT
+    chart: alt.Chart | alt.LayerChart | alt.FacetChart, rows: Sequence[Mapping[str, Any]], height: int = HEIGHT
 ) -> dict[str, Any]:
     """Return the specification with its data. altair checks it without the data, which would take long."""
     spec: dict[str, Any] = chart.properties(width="container", height=height).to_dict()

@@ -21,7 +21,8 @@ HERE = Path(__file__).parent
 
 def to_html(page: Page) -> str:
     # vl-convert has the libraries Vega, Vega-Lite and vega-embed. It does not download them.
-    scripts = [_safe_script(vl_convert.javascript_bundle()), _safe_script((HERE / "draw.js").read_text())]
+    bundle = vl_convert.javascript_bundle()  # type: ignore[call-arg]  # its stub says that an argument is required
+    scripts = [_safe_script(bundle), _safe_script((HERE / "draw.js").read_text())]
     body = "\n".join(_Writer().write(page))
     digests = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
     # Vega compiles the expressions of charts, for which it needs unsafe-eval.
