@@ -10,7 +10,7 @@ import torch.distributed as dist
 from safetensors.torch import save
 
 from rl.data.batch import Batch, batch_of_responses, empty_batch
-from rl.report.describe import check_finite, describe, show
+from rl.report.describe import check_finite, describe
 
 LN2 = math.log(2)
 
@@ -201,38 +201,3 @@ def test_trained_sequences_are_all_or_those_that_were_not_truncated() -> None:
     spread = batch.at_sequences([0, 2], torch.arange(1.0, 7))
     assert spread.tolist() == [1, 2, 3, 0, 0, 0, 0, 4, 5, 6]
     assert batch.at_sequences([], torch.empty(0)).tolist() == [0.0] * 10
-
-
-class Letters:
-    """Token ids are code points."""
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        return [ord(letter) for letter in text]
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
-        assert not skip_special_tokens, "samples are shown with their special tokens"
-        return "".join(map(chr, token_ids))
-
-    def apply_chat_template(self, *args: object, **kwargs: object) -> str:
-        raise AssertionError("not needed")
-
-
-def test_show_escapes_what_would_break_the_table() -> None:
-    texts = [("1|2\n", "3|\n4", 1.0), ("a", "b", 0.25), ("never", "shown", 0.0)]
-    letters = [ord(letter) for prompt, response, _ in texts for letter in prompt + response]
-    batch = batch_of_responses(
-        tokens=torch.tensor(letters),
-        lengths=torch.tensor([len(prompt + response) for prompt, response, _ in texts]),
-        prompt_lengths=torch.tensor([len(prompt) for prompt, _, _ in texts]),
-        versions=torch.zeros(len(letters), dtype=torch.int32),
-        rollout_logprobs=torch.zeros(len(letters)),
-        rewards=torch.tensor([reward for _, _, reward in texts]),
-        group_ids=torch.zeros(3, dtype=torch.int64),
-        truncated=torch.zeros(3, dtype=torch.bool),
-    )
-    assert show(batch, Letters(), 2).splitlines() == [
-        "| reward | prompt | response |",
-        "| --- | --- | --- |",
-        "| 1 | 1\\|2<br> | 3\\|<br>4 |",
-        "| 0.25 | a | b |",
-    ]
