@@ -183,7 +183,9 @@ def _show_evaluations(runs: Sequence[RunData]) -> Section:
 def _describe_estimate(row: dict[str, Any], name: str) -> str:
     if not is_number(row.get(name)):
         return ""
-    return f"{row[name]:.4g} ({row[f'{name}_low']:.4g} to {row[f'{name}_high']:.4g})"
+    bounds = [row.get(f"{name}{end}") for end in ("_low", "_high")]
+    interval = " ({:.4g} to {:.4g})".format(*bounds) if all(map(is_number, bounds)) else ""
+    return f"{row[name]:.4g}{interval}"
 
 
 def _show_curves(
