@@ -71,8 +71,11 @@ class TeeLink:
         self._send("note", text)
 
     def _send(self, kind: str, value: object) -> None:
+        packet = json.dumps([kind, value]).encode()
+        if len(packet) > MAX_PACKET:  # the tee would read a part of it
+            return
         with suppress(OSError):  # the tee is gone, or too busy for something that is not needed
-            self._connection.send(json.dumps([kind, value]).encode(), socket.MSG_DONTWAIT)
+            self._connection.send(packet, socket.MSG_DONTWAIT)
 
 
 def start_tee() -> TeeLink:
