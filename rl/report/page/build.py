@@ -183,8 +183,8 @@ def _show_evaluations(runs: Sequence[RunData]) -> Section:
 def _describe_estimate(row: dict[str, Any], name: str) -> str:
     if not is_number(row.get(name)):
         return ""
-    bounds = [row.get(f"{name}{end}") for end in ("_low", "_high")]
-    interval = " ({:.4g} to {:.4g})".format(*bounds) if all(map(is_number, bounds)) else ""
+    low, high = row.get(f"{name}_low"), row.get(f"{name}_high")
+    interval = f" ({low:.4g} to {high:.4g})" if is_number(low) and is_number(high) else ""
     return f"{row[name]:.4g}{interval}"
 
 
