@@ -20,6 +20,7 @@ from rl.common.bars import Bar
 from rl.common.notices import Notice
 from rl.common.text import format_bytes
 from rl.watch.activities import RoleActivity
+from rl.watch.screen import LEAST_ABOVE
 
 LEAST_COLUMNS, LEAST_ROWS = 40, 12  # smaller terminals get plain lines
 STAGES = {  # of a step, with their colours
@@ -73,7 +74,7 @@ ASCII = Glyphs("-", "#", "-", "_.-=+*%#", "|", "~")
 def render(view: RunView, columns: int, rows: int, glyphs: Glyphs | None = None) -> list[str]:
     """Return the lines of the view for a terminal of this size, with colours unless NO_COLOR is set."""
     glyphs = glyphs or (UNICODE if "utf" in (sys.stdout.encoding or "").lower() else ASCII)
-    lines = list(_draw(view, columns, rows // 2, glyphs))
+    lines = list(_draw(view, columns, rows, glyphs))
     output = io.StringIO()
     console = Console(file=output, force_terminal=True, width=columns, highlight=False, legacy_windows=False)
     for line in lines:
@@ -84,8 +85,9 @@ def render(view: RunView, columns: int, rows: int, glyphs: Glyphs | None = None)
     return output.getvalue().split("\n")[:-1]
 
 
-def _draw(view: RunView, columns: int, most: int, glyphs: Glyphs) -> Iterator[Text]:
-    """Yield at most `most` lines: the fixed ones, as many roles as there is room for, and the last warning."""
+def _draw(view: RunView, columns: int, rows: int, glyphs: Glyphs) -> Iterator[Text]:
+    """Yield the lines: the fixed ones, as many roles as half of the terminal has room for, bars and the last warning.
+    On a small terminal, fixed lines are left out from the last one on, then bars."""
     head = [_draw_title(view, columns, glyphs)]
     if view.num_steps:
         head.append(_draw_progress(view, columns, glyphs))
@@ -103,7 +105,10 @@ def _draw(view: RunView, columns: int, most: int, glyphs: Glyphs) -> Iterator[Te
         text = text if len(text) <= room else text[: room - 1] + glyphs.cut
         tail.append(_labelled("warning", text + times, "yellow"))
     roles = list(map(partial(_draw_role, columns=columns, glyphs=glyphs), view.activities))
-    room = max(1, most - len(head) - len(tail))
+    most = rows - LEAST_ABOVE - 1  # lines besides that of a role; a screen paints no frame that is higher
+    head = head[: max(2, most - len(tail))]
+    tail = tail[-(most - len(head)) :]
+    room = max(1, rows // 2 - len(head) - len(tail))
     if len(roles) > room:
         hidden = len(roles) - room + 1
         roles = [*roles[: room - 1], Text(f"{'':{LABEL}}and {hidden} more: tools/status.py", "dim")]

@@ -52,7 +52,8 @@ class MetricsWriter:
         names = {name for row in self._rows.kept for name in row}
         self._events = EventWriter(run_dir, step + 1 if step or continues else 0, names)
         self.kept_rows = self._rows.kept  # of earlier starts of the run
-        rewards = [row["reward/mean"] for row in self.kept_rows if "reward/mean" in row]
+        means = [row.get("reward/mean") for row in self.kept_rows]
+        rewards = [mean for mean in means if mean is not None]  # null stands for NaN
         self._console = RunConsole(run_dir.name, num_steps, rewards, step, view)
         self._sinks: list[Sink] = [self._events, *others]
         self._endpoint = endpoint

@@ -49,7 +49,8 @@ def public_settings(config: Config) -> dict[str, Any]:
         return [hide(each) for each in value] if isinstance(value, list | tuple) else value
 
     settings = dataclasses.asdict(config)
-    for section, name in (("reward", "options"), ("algo", "options"), ("rollout", "engine_options")):
+    options = ("reward", "options"), ("algo", "options"), ("environment", "options"), ("rollout", "engine_options")
+    for section, name in options:
         settings[section][name] = hide(settings[section][name])  # other keys have names such as data.prompt_key
     return json.loads(hide_credentials(json.dumps(settings)))
 

@@ -4,7 +4,6 @@ Only the leader of a training run writes. Host names and credentials stay out of
 """
 
 import platform
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -15,6 +14,7 @@ from rl.config.schema import ROOT
 from rl.report.events import begin_events
 from rl.report.record import RunRecord, describe_changes, read_record, write_record
 from rl.report.rows import METRICS, last_step
+from rl.report.writers import public_settings
 from rl.run.hardware import NodeHardware
 from rl.run.open import Run
 from rl.world.restarts import launcher_process
@@ -27,20 +27,21 @@ def begin_story(run: Run) -> None:
     repetition = describe_repetition(run, step)
     if repetition:
         print(f"oneworld: {repetition}", flush=True)
-    record = _gather(run)
+    record = gather_record(run)
     is_restart = run.phase.name != "both" or is_of_this_launch(run.folder / EVENTS)
     details = [repetition, describe_changes(before, record) if step else ""]
     begin_events(run.folder, step, run.world.attempt, run.world.id, details, is_restart)
     write_record(run.folder, record)
 
 
-def _gather(run: Run) -> RunRecord:
+def gather_record(run: Run) -> RunRecord:
+    """Return what the run is started with. Wait for the hardware of all nodes."""
     letters = [run.world.mail.receive(NodeHardware) for _ in run.placement.node_leads]
     nodes = [letter.message.node for letter in sorted(letters, key=lambda letter: letter.source)]
     versions = read_versions() | {"system": f"{platform.system()} {platform.release()}"}
     if torch.version.cuda:
         versions["CUDA of torch"] = torch.version.cuda
-    return RunRecord(asdict(run.config), versions, read_commit(ROOT), run.placement.summary(), nodes)
+    return RunRecord(public_settings(run.config), versions, read_commit(ROOT), run.placement.summary(), nodes)
 
 
 def describe_repetition(run: Run, step: int) -> str:

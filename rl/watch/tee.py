@@ -69,8 +69,11 @@ class TeeLink:
         self._send("note", text)
 
     def _send(self, kind: str, value: object) -> None:
+        packet = json.dumps([kind, value]).encode()
+        if len(packet) > MAX_PACKET:  # the tee would read a part of it
+            return
         with suppress(OSError):  # the tee is gone, or too busy for something that is not needed
-            self._connection.send(json.dumps([kind, value]).encode(), socket.MSG_DONTWAIT)
+            self._connection.send(packet, socket.MSG_DONTWAIT)
 
 
 def start_tee() -> TeeLink:
@@ -209,13 +212,16 @@ class _Tee:
             return
         part = self._end_line(stream.console, part)
         self._keep(part)
-        lines, end, rest = (self._held.pop(stream.console, b"") + part).rpartition(b"\n")
+        before = self._held.pop(stream.console, b"")
+        lines, end, rest = (before + part).rpartition(b"\n")
         if len(rest) > MAX_HELD:
             lines, end, rest = lines + end, rest, b""
         if end:
             self._consoles[stream.console].write(lines + end)
         if rest:
-            self._held[stream.console], self._held_until = rest, time.monotonic() + HOLD_S
+            self._held[stream.console] = rest
+            if end or not before:  # a line that grows, such as a bar, is held no longer than another
+                self._held_until = time.monotonic() + HOLD_S
 
     def _release(self) -> None:
         """Show lines that have no end, such as a line of progress."""

@@ -2,15 +2,19 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from rl.common import events as event_file
 from rl.common.events import EVENTS, FREQUENT, MAX_TEXT, Event, drop_old, read_events, write_end_of_world, write_event
+from rl.config.load import load_config
 from rl.report.events import begin_events
 from rl.report.metrics_writer import MetricsWriter
 from rl.report.record import RECORD, NodeRecord, RunRecord, describe_changes, read_record, write_record
+from rl.run.open import Run
+from rl.run.record import gather_record
 
 KILLED = "rank 1 was lost at step 6: its process was killed by signal 9"
 
@@ -139,6 +143,16 @@ def test_a_record_is_read_as_it_was_written_but_without_credentials(
     assert read_record(tmp_path) == record(nodes=[node], config={"model": {"path": "https://***@hub/model"}})
     (tmp_path / RECORD).write_text("{")
     assert read_record(tmp_path) is None
+
+
+@pytest.mark.parametrize("key", ["reward.options", "environment.options"])
+def test_a_record_has_no_keys_from_the_options_of_users(key: str) -> None:
+    """A key of a judge may be in the config, not in the environment."""
+    config = load_config(overrides=[f"{key}={{judge: {{api_key: sk-of-a-judge, model: m}}}}"])
+    placement = SimpleNamespace(node_leads=[], summary=lambda: "1 rank")
+    found = gather_record(cast(Run, SimpleNamespace(config=config, placement=placement)))
+    section, name = key.split(".")
+    assert found.config[section][name] == {"judge": {"api_key": "***", "model": "m"}}
 
 
 def test_what_has_changed_since_the_last_start_is_said() -> None:

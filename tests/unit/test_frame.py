@@ -3,14 +3,16 @@
 import re
 import statistics
 import time
+from dataclasses import replace
 
 import pytest
 from rich.text import Text
 
 from rl.common.bars import Bar
 from rl.common.notices import Notice
-from rl.report.frame import ASCII, UNICODE, RunView, format_time, render, sparkline, stage_shares
+from rl.report.frame import ASCII, LEAST_ROWS, UNICODE, RunView, format_time, render, sparkline, stage_shares
 from rl.watch.activities import RoleActivity
+from rl.watch.screen import LEAST_ABOVE
 
 VALUES = {
     "time/step": 0.5,
@@ -97,6 +99,15 @@ def test_roles_leave_half_of_the_terminal_to_others() -> None:
     lines = plain(RunView("demo", num_steps=5, activities=roles), 80, 24, glyphs=UNICODE)
     assert len(lines) == 12
     assert lines[-1].strip() == "and 7 more: tools/status.py"
+
+
+@pytest.mark.parametrize("num_bars", [2, 20])
+def test_a_small_terminal_has_room_for_the_frame(num_bars: int) -> None:
+    """Otherwise nothing would be painted, while the lines of steps go to the log only."""
+    lines = plain(replace(VIEW, bars=[VIEW.bars[0]] * num_bars), 80, LEAST_ROWS, glyphs=UNICODE)
+    assert len(lines) == LEAST_ROWS - LEAST_ABOVE
+    assert lines[1].startswith("step 20/50") and lines[-1].startswith("warning")
+    assert any("tools/status.py" in line for line in lines)
 
 
 def test_before_the_first_step() -> None:

@@ -60,6 +60,13 @@ def test_earlier_nan_and_infinity_stay(tmp_path: Path) -> None:
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "loss/policy": NaN, "policy/ratio_max": Infinity}\n'
 
 
+def test_a_resumed_run_ends_well_after_a_step_without_a_reward(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """A reward that is not finite is null in the file."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": null}\n{"step": 2, "reward/mean": 0.5}\n')
+    MetricsWriter(tmp_path, 2, 2).close("fake")
+    assert "reward 0.50 -> 0.50 in 1 step" in capsys.readouterr().out
+
+
 def test_a_fork_has_no_rows_before_its_own(tmp_path: Path) -> None:
     write(tmp_path, range(5, 7), 4, 0.0)
     assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == [5, 6]

@@ -312,6 +312,18 @@ def test_values_that_are_not_finite_are_left_out(run: Path) -> None:
     assert [step for step, _ in data.values("reward/mean")] == [3]
 
 
+def test_an_evaluation_without_an_interval_is_shown(run: Path, tmp_path: Path) -> None:
+    """Another run, or another step, has one."""
+    other = write_run(tmp_path / "other")
+    rows = make_rows(3)
+    del rows[0]["eval/sums/avg@1_low"]
+    rows[-1]["eval/sums/avg@1_high"] = None
+    write_lines(other / "metrics.jsonl", rows)
+    page = build_page(read_runs([run, other]))
+    (table,) = (block for block in page.sections[1].blocks if isinstance(block, Table))
+    assert [row[1] for row in table.rows if row[0].startswith("other")] == ["0.25", "0.75"]
+
+
 def test_two_rows_of_a_step_are_one(run: Path) -> None:
     """A run in phases has a row of the evaluation, and one of the update."""
     write_lines(

@@ -69,6 +69,39 @@ def test_a_terminal_stays_one(tmp_path: Path) -> None:
     assert shown == said.replace(b"\n", b"\r\n"), "which the terminal itself makes of it, once"
 
 
+def test_what_is_too_long_for_the_tee_does_not_end_it() -> None:
+    """Without a tee, the next line that the rank prints would end the rank."""
+    program = """
+import time
+from rl.watch.screen import Size, ViewFrame
+from rl.watch.tee import MAX_PACKET, start_tee
+tee = start_tee()
+tee.show(ViewFrame(("x" * MAX_PACKET,), Size(80, 24)))
+time.sleep(0.5)
+print("still here", flush=True)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=30)
+    assert (done.returncode, done.stdout) == (0, b"still here\n")
+
+
+def test_a_bar_that_is_drawn_often_is_seen_while_it_grows() -> None:
+    """tqdm draws every 0.1 s, without the end of a line."""
+    program = """
+import os, time
+from rl.watch.tee import start_tee
+start_tee()
+for number in range(20):
+    os.write(2, b"\\r%d of 20" % number)
+    time.sleep(0.1)
+print("done", flush=True)
+"""
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    assert process.stderr is not None
+    first = os.read(process.stderr.fileno(), 1 << 16)
+    assert first.startswith(b"\r0 of 20") and b"19 of 20" not in first
+    process.communicate(timeout=30)
+
+
 @pytest.mark.parametrize("before", ["\\rstep 1", "done\\n"])
 def test_our_messages_begin_on_a_line_of_their_own(before: str) -> None:
     """A terminal shows progress in a line that has no end yet."""

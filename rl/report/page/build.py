@@ -185,7 +185,9 @@ def _show_evaluations(runs: Sequence[RunData]) -> Section:
 def _describe_estimate(row: dict[str, Any], name: str) -> str:
     if not is_number(row.get(name)):
         return ""
-    return f"{row[name]:.4g} ({row[f'{name}_low']:.4g} to {row[f'{name}_high']:.4g})"
+    low, high = row.get(f"{name}_low"), row.get(f"{name}_high")
+    interval = f" ({low:.4g} to {high:.4g})" if is_number(low) and is_number(high) else ""
+    return f"{row[name]:.4g}{interval}"
 
 
 def _show_curves(
