@@ -115,6 +115,7 @@ ELSEWHERE = (
         "python tools/report.py RUN --format md": ("tests/unit/test_report.py", '[str(run), "--format", "md"'),
         "python tools/suggest_placement.py runs/x": ("tests/unit/test_suggest.py", '"tools/suggest_placement.py"'),
         "python benchmarks/weight_sync.py": ("tests/e2e/test_benchmarks.py", '"weight_sync"'),
+        "python benchmarks/reporting.py": ("tests/e2e/test_benchmarks.py", '"reporting"'),
         "python tools/jobs.py submit --hosts hosts.txt x --config my.yaml": ("tests/e2e/test_launch_ssh.py", "--hosts"),
         'python tools/jobs.py submit --slurm="--nodes 4 --gpus-per-node 8" x --config my.yaml': (
             "tests/e2e/test_launch_slurm.py",

@@ -27,14 +27,14 @@ def converse(config: str, row: dict[str, Any], turns: list[str], *overrides: str
     settings = load_config(ROOT / f"configs/{config}.yaml", list(overrides))
     with LocalConversation(settings, MODEL) as local:
         question = [{"role": "user", "content": row["prompt"]}]
-        local.pool.send(Open((0, 0, 0, 0), row, question, [], 0, [], {}))
+        local.pool.send([Open((0, 0, 0, 0), row, question, [], 0, [], {})])
         prompt, written = "", 0
         while isinstance(event := local.receive(), Ask):
             read = TOKENIZER.decode(event.prompt)
             assert read.startswith(prompt), "nothing that was read or written has changed"
             prompt = read + turns[written] + "<eos>"
             tokens = TOKENIZER.encode(turns[written] + "<eos>")
-            local.pool.send(SampledTurn(event.key, event.turn, tokens, "stop"))
+            local.pool.send([SampledTurn(event.key, event.turn, tokens, "stop")])
             written += 1
         assert written == len(turns)
         return prompt, event

@@ -3,6 +3,7 @@
 import gc
 import importlib
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,11 +51,14 @@ class FakeVllm:
             self.collective_rpc("sleep", {"level": level})
             self.sleeping_tags |= {"weights", "kv_cache"}
 
-    def collective_rpc(self, method: str, kwargs: dict[str, int]) -> None:
+    def collective_rpc(self, method: str | Callable[[Any], Any], kwargs: dict[str, int] | None = None) -> list[Any]:
+        if callable(method):
+            return [method(SimpleNamespace(model_runner=SimpleNamespace(kv_caches=[])))]
         assert method == "sleep" and kwargs == {"level": 2}
         for data in self.pointer_to_data.values():
             assert not data.is_asleep, "vLLM would free sleeping memory a second time"
             data.is_asleep = True
+        return [None]
 
     def reset_prefix_cache(self) -> bool:
         return not self.has_blocks_in_use

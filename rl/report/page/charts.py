@@ -143,10 +143,10 @@ def mean_shares(run: RunData) -> dict[str, dict[str, float]]:
     whole = sum(row["time/step"] for row in steps)
     found: dict[str, dict[str, float]] = {}
     for name in run.metrics():
-        if name.startswith(BUSY):
-            role, part = name.removeprefix(BUSY), "busy"
-        elif name.startswith(WAIT):
-            role, _, awaited = name.removeprefix(WAIT).partition("/")
+        if name.startswith(f"{BUSY}/"):
+            role, part = name.removeprefix(f"{BUSY}/"), "busy"
+        elif name.startswith(f"{WAIT}/"):
+            role, _, awaited = name.removeprefix(f"{WAIT}/").partition("/")
             part = f"waits for {awaited}"
         else:
             continue
