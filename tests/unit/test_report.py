@@ -69,7 +69,7 @@ def test_the_values_of_a_chart_are_those_of_the_file(run: Path) -> None:
 
 def test_a_running_mean() -> None:
     assert running_mean([1.0, 2.0, 3.0, 6.0], 1) == [1.0, 2.0, 3.0, 6.0]
-    assert running_mean([1.0, 2.0, 3.0, 6.0], 3) == [1.0, 1.5, 2.0, 11 / 3]
+    assert running_mean([1.0, 2.0, 3.0, 6.0], 3) == pytest.approx([1.0, 1.5, 2.0, 11 / 3])
     short = make_curve([(step, float(step)) for step in range(19)])
     assert all(point.mean == point.value for point in short), "19 points are too few for a mean of two"
     long = make_curve([(step, float(step)) for step in range(100)])

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 MAX_POINTS = 600  # of a curve in a chart
 SMOOTHED_SHARE = 10  # the running mean spans one tenth of the points
 MAX_WINDOW = 50
@@ -28,7 +30,12 @@ def make_curve(points: Sequence[tuple[int, float]], window: int = 0, max_points:
 
 def running_mean(values: Sequence[float], window: int) -> list[float]:
     """Return the mean of each value and up to `window` - 1 values before it."""
-    return [sum(part) / len(part) for end in range(1, len(values) + 1) if (part := values[max(0, end - window) : end])]
+    if window == 1:
+        return list(values)
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    ends = np.arange(1, len(sums))
+    begins = np.maximum(0, ends - window)
+    return ((sums[ends] - sums[begins]) / (ends - begins)).tolist()
 
 
 def thin(curve: Sequence[CurvePoint], max_points: int) -> list[CurvePoint]:
