@@ -18,6 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from rl.checkpoint.manifest import COMMITTED
 from rl.evaluation.estimates import majority, pass_at
+from rl.report.layout import tag_of
 from tests.e2e.reward_functions import drawn, first_letter
 from tests.launcher import Result, finish, start, train
 
@@ -167,7 +168,7 @@ def test_eval_only_repeats_the_numbers_of_the_last_step(runs: Runs) -> None:
     assert {name: again[name] for name in values} == values
     board = EventAccumulator(str(runs.collocated.folder / "eval")).Reload()
     for name, value in values.items():
-        assert [(event.step, event.value) for event in board.Scalars(name)] == [(3, pytest.approx(value, rel=1e-6))]
+        assert [(event.step, event.value) for event in board.Scalars(tag_of(name))] == [(3, pytest.approx(value, rel=1e-6))]
     name = "eval/a/avg@4"
     ends = f"({values[f'{name}_low']:.4f} to {values[f'{name}_high']:.4f})"
     assert f"step 3  a/avg@4  {values[name]:.4f}  {ends}" in runs.alone.output
