@@ -168,7 +168,8 @@ def test_eval_only_repeats_the_numbers_of_the_last_step(runs: Runs) -> None:
     assert {name: again[name] for name in values} == values
     board = EventAccumulator(str(runs.collocated.folder / "eval")).Reload()
     for name, value in values.items():
-        assert [(event.step, event.value) for event in board.Scalars(tag_of(name))] == [(3, pytest.approx(value, rel=1e-6))]
+        events = [(event.step, event.value) for event in board.Scalars(tag_of(name))]
+        assert events == [(3, pytest.approx(value, rel=1e-6))]
     name = "eval/a/avg@4"
     ends = f"({values[f'{name}_low']:.4f} to {values[f'{name}_high']:.4f})"
     assert f"step 3  a/avg@4  {values[name]:.4f}  {ends}" in runs.alone.output
