@@ -35,7 +35,7 @@ def frame_of(screen: list[str], folder: Path) -> list[str]:
 def ranks_of(folder: Path) -> list[int]:
     """Return the process ids of both ranks, in order. Other processes of the run are children of the ranks."""
     named = [process for process in psutil.process_iter() if f"run.dir={folder.parent}" in command_of(process)]
-    (launcher,) = [process for process in named if process.parent() not in named]
+    (launcher,) = [process for process in named if any(part.endswith("/torchrun") for part in command_of(process))]
     ranks = [process for process in launcher.children() if "train.py" in command_of(process)]
     return [process.pid for process in sorted(ranks, key=lambda process: int(process.environ()["RANK"]))]
 
@@ -88,6 +88,9 @@ def test_a_run_that_ends_early_leaves_the_terminal_in_order(way: str, tmp_path: 
             os.kill(psutil.Process(ranks[0]).ppid(), signal.SIGTERM)
         else:
             os.kill(ranks["other" in way], signal.SIGKILL)
+            until(lambda: len(again := ranks_of(folder)) == 2 and not {*again} & {*ranks}, "torchrun restarts", 100)
+            pane.wait(lambda screen: shown_step(screen) >= 1, "steps after the restart", 100)
+            pane.press("C-c")
         pane.wait(lambda screen: "$" in screen, "the shell", 100)
         until(pane.is_in_order, "the terminal is in order", 20)
         everything = pane.everything
