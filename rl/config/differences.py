@@ -1,4 +1,4 @@
-"""Which settings of runs differ from each other, or from the defaults."""
+"""Find the settings in which runs differ from each other, or from the defaults."""
 
 import dataclasses
 import json
