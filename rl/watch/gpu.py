@@ -35,10 +35,11 @@ class GpuMeter:
 
     def look(self) -> dict[str, int]:
         """Return the newest measurement by the keys MEMORY and UTILIZATION, and start another one."""
+        newest = self._newest if time.monotonic() - self._measured_at < STALE_S else {}
         if not self._is_absent and (self._thread is None or not self._thread.is_alive()):
             self._thread = threading.Thread(target=self._measure, name="gpu", daemon=True)
             self._thread.start()
-        return self._newest if time.monotonic() - self._measured_at < STALE_S else {}
+        return newest
 
     def _measure(self) -> None:
         try:
