@@ -5,8 +5,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rl.config.schema import Config
+from rl.config.schema import Config, sections_of
 
+INNER_SECTIONS = [name for name, _ in sections_of(Config) if "." in name]
 LOCAL_SETTINGS = ("run.dir", "run.name")  # say where a run is, and nothing about what it does
 
 
@@ -15,9 +16,17 @@ def flatten(config: Mapping[str, Any]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for section, values in config.items():
         if isinstance(values, Mapping) and section != "placement":
-            flat |= {f"{section}.{name}": value for name, value in values.items()}
+            flat |= _flatten_section(section, values)
         else:
             flat[section] = values
+    return flat
+
+
+def _flatten_section(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        dotted = f"{section}.{name}"
+        flat |= _flatten_section(dotted, value) if dotted in INNER_SECTIONS else {dotted: value}
     return flat
 
 

@@ -10,7 +10,7 @@ import difflib
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -30,6 +30,7 @@ from rl.config.schema import (
     Split,
     keys_of,
     resolve_path,
+    sections_of,
 )
 
 TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", dict: "a mapping"}
@@ -142,8 +143,9 @@ def _typed(values: dict) -> Config:
     if isinstance(per_node, list) and num_nodes not in (None, len(per_node)):
         got = f"got {len(per_node)} numbers, but placement.num_nodes is {num_nodes}"
         raise ConfigError(f"placement.num_gpus_per_node: {got}; give one number for all nodes, or one for each")
-    for section, content in values.items():
-        if is_dataclass(getattr(Config(), str(section), None)) and not isinstance(content, dict):
+    for section, _ in sections_of(Config):
+        content = _content_of(values, section)
+        if not isinstance(content, dict):
             got = "no keys" if content is None else repr(content)
             raise ConfigError(f"{section}: got {got}; it must be a section with keys, or be left out")
     if values.get("sync", {}).get("verify") is False:
@@ -159,7 +161,7 @@ def _typed(values: dict) -> Config:
         config: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(values)))
     except ConfigKeyError as error:
         known = [entry.name.rstrip("_") for entry in fields(error.object_type or Config)]
-        prefix = next((f"{entry.name}." for entry in fields(Config) if entry.type is error.object_type), "")
+        prefix = next((f"{name}." for name, kind in sections_of(Config) if kind is error.object_type), "")
         near = difflib.get_close_matches(str(error.key), known, n=1)
         names = ", ".join(prefix + name for name in known)
         hint = f"known keys: {names}. docs/coming_from.md translates the names of other trainers"
@@ -170,11 +172,19 @@ def _typed(values: dict) -> Config:
         name, problem = error.full_key or "config", str(error).splitlines()[0]
         if name in kinds and not isinstance(error, InterpolationResolutionError):
             section, _, leaf = name.rpartition(".")
-            problem = f"got {values[section][leaf]!r}; it must be {_needed(kinds[name])}"
+            problem = f"got {_content_of(values, section)[leaf]!r}; it must be {_needed(kinds[name])}"
         raise ConfigError(f"{name}: {problem}") from None
     roles = {} if placement.keys() - PLACEMENT_SETTINGS else config.placement  # sizes alone keep the default roles
     given = {str(n): value if value is not None or n in PLACEMENT_SETTINGS else "" for n, value in placement.items()}
     return replace(config, placement=roles | given)
+
+
+def _content_of(values: dict, section: str) -> Any:
+    """Return what the settings have under the dotted name of a section."""
+    content: Any = values
+    for name in section.split("."):
+        content = content.get(name, {})
+    return content
 
 
 def parse_ranks_per_node(value: Any) -> int | list[int]:
@@ -193,7 +203,7 @@ def _fill_empty(values: dict, kinds: Mapping[str, Any]) -> None:
     """Replace the empty values of text keys, as in `key=`, by empty strings. Other keys must have a value."""
     for name, kind in kinds.items():
         section, _, leaf = name.rpartition(".")
-        content = values.get(section, {})
+        content = _content_of(values, section)
         if leaf not in content or content[leaf] is not None:
             continue
         if kind not in (str, Any):

@@ -94,6 +94,15 @@ HEALTH_ACTIONS = Allowed(
     f"a mapping of rules ({', '.join(HEALTH_RULES)}) to warn, stop or off",
     lambda actions: set(actions) <= set(HEALTH_RULES) and set(actions.values()) <= {"warn", "stop", "off"},
 )
+ZERO = Allowed("0", lambda value: value == 0)
+ALL_LINEAR = "all-linear"
+TARGETS = Allowed(
+    f"[{ALL_LINEAR}], or a list of different names of linear layers such as [q_proj, v_proj]",
+    lambda names: (
+        names == [ALL_LINEAR]
+        or (names and len(set(names)) == len(names) and all(re.fullmatch(r"\w+", name, re.ASCII) for name in names))
+    ),
+)
 HUB_NAME = Allowed("ORG/NAME, NAME or empty", re.compile(r"([\w.-]+(/[\w.-]+)?)?", re.ASCII).fullmatch)
 
 
@@ -114,6 +123,14 @@ def keys_of(schema: Any, prefix: str = "") -> Iterator[tuple[str, Field[Any]]]:
             yield prefix + entry.name.rstrip("_"), entry
 
 
+def sections_of(schema: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted name and the class of every section of a config class. A section comes before those in it."""
+    for entry in fields(schema):
+        if is_dataclass(entry.type):
+            yield prefix + entry.name, entry.type
+            yield from sections_of(entry.type, f"{prefix}{entry.name}.")
+
+
 @dataclass(frozen=True)
 class RunConfig:
     dir: str = key("runs", "Directory that holds the run directories.", PATH)
@@ -127,9 +144,33 @@ class RunConfig:
 
 
 @dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters (LoRA): only they are trained, and the model itself is frozen. See docs/lora.md."""
+
+    rank: int = key(0, "Rank of the adapters; 0: none, so that all weights are trained.", NOT_NEGATIVE)
+    alpha: int = key(32, "The product of an adapter's matrices is multiplied by alpha / rank.", POSITIVE)
+    targets: list[str] = key(
+        [ALL_LINEAR],
+        "Linear layers that get an adapter, by the last part of their names, such as [q_proj, v_proj]. all-linear: "
+        "every one but the head.",
+        TARGETS,
+    )
+    dropout: float = key(0.0, "Must be 0: with dropout, learner and engine would compute different logprobs.", ZERO)
+
+    @property
+    def is_set(self) -> bool:
+        return self.rank > 0
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     path: str = key("configs/tiny", "Hugging Face model directory or hub name.", MODEL)
     dtype: Literal["float32", "bfloat16"] = key("float32", "Dtype of forward passes and engines. Masters are float32.")
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
 
 def _set_name(path: str) -> str:
@@ -422,6 +463,7 @@ class CriticConfig:
     offload: Literal["actor", "none", "rollout", "moments", "always"] = key(
         "actor", "Keep the critic's training state in host memory, as actor.offload. actor: the same value."
     )
+    lora: bool = key(True, "With model.lora: train adapters and the head of the critic. false: train all of it.")
 
 
 @dataclass(frozen=True)
@@ -680,6 +722,11 @@ class Config:
         """Return the models of the run by the settings that name them."""
         has_own_critic = self.algo.has_critic and self.critic.path
         return {"model.path": self.model.path} | ({"critic.path": self.critic.path} if has_own_critic else {})
+
+    @property
+    def critic_lora(self) -> LoraConfig:
+        """Return the adapters of the critic. Their rank is 0 if all of it is trained."""
+        return self.model.lora if self.critic.lora else LoraConfig()
 
     @property
     def critic_offload(self) -> Offload:

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from rl.model.adapter_names import plain_name
+
 
 @dataclass(frozen=True)
 class TensorInfo:
@@ -78,9 +80,15 @@ def reshard(model: nn.Module) -> None:
         model.reshard()
 
 
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters under their names in files, which differ from those in a module with LoRA adapters."""
+    for name, parameter in model.named_parameters():
+        yield plain_name(name), parameter
+
+
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters()
+    yield from named_parameters(model)
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(prefix=prefix, recurse=False):
             if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
-                yield name, buffer
+                yield plain_name(name), buffer
