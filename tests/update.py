@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from rl.data.batch import Batch, batch_of_responses
+from rl.model.adapter_names import plain_name
 from tests.conversations import Said, Sample, batch_of_conversations
 from tests.launcher import finish, start
 
@@ -75,13 +76,16 @@ def token_logprobs(model: torch.nn.Module, tokens: Tensor) -> Tensor:
     return torch.log_softmax(logits, -1).gather(1, tokens[1:, None]).squeeze(1)
 
 
-def reference_update(model: torch.nn.Module, batch: Batch) -> list[tuple[float, float, float, int]]:
+def reference_update(
+    model: torch.nn.Module, batch: Batch, optimizer: torch.optim.Optimizer | None = None
+) -> list[tuple[float, float, float, int]]:
     """Run two epochs of two optimizer steps; return policy loss, KL to the reference, KL from the old to
     the new policy, and number of tokens of each step."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=ACTOR["lr"], weight_decay=ACTOR["weight_decay"])
+    if optimizer is None:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=ACTOR["lr"], weight_decay=ACTOR["weight_decay"])
     starts = batch.cu_lengths.tolist()
     # warm-up over 2 of 4 steps, then linearly to 0
-    rates = iter([ACTOR["lr"] * factor for factor in (0.5, 1.0, 1.0, 0.5)])
+    rates = iter([optimizer.defaults["lr"] * factor for factor in (0.5, 1.0, 1.0, 0.5)])
     losses = []
     for mini_batch in [(0, 1, 2), (3, 4)] * 2:  # position * 2 // 5
         policy_terms, kl_terms, moved_terms = [], [], []
@@ -350,7 +354,7 @@ def critic_update(model: torch.nn.Module, batch: Batch) -> CriticResult:
         optimizer.step()
         optimizer.zero_grad()
         terms += [term.item() for term in losses]
-    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    weights = {plain_name(name): parameter.detach() for name, parameter in model.named_parameters()}
     with torch.no_grad():
         values = torch.cat([values_of_sequence(s) for s in range(batch.num_sequences)])
     return CriticResult(weights, values, sum(terms) / len(terms), num_clipped, sum(norms) / len(norms))
@@ -405,13 +409,109 @@ def make_reference(folder: Path) -> Reference:
     return Reference(folder, expected, variants, conversations, critics, without_truncated, certain)
 
 
+LORA = {"rank": 2, "alpha": 3}  # on 4 ranks, two of them hold no row of A
+LORA_LR = {"sgd": 0.5, "muon": 1e-2}  # of optimizers that move adapters less than AdamW does
+
+
+class LoraResult(NamedTuple):
+    """What an update has made of a model with adapters."""
+
+    weights: dict[str, Tensor]  # of everything that is trained, by their names in files
+    gradients: dict[str, Tensor]  # of the first optimizer step, after clipping
+    losses: list[tuple[float, float, float, int]]  # see `reference_update`
+
+
+def make_adapted(folder: Path, kind: str) -> torch.nn.Module:
+    """Return a model with peft's adapters. Write their values to a file, from which jobs take them. Both matrices are
+    random: if B were 0, as in a new run, A would have no gradient in the first step."""
+    import peft  # takes seconds
+
+    model = make_model(folder / kind, kind)
+    names = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    settings = peft.LoraConfig(
+        r=LORA["rank"], lora_alpha=LORA["alpha"], target_modules=[name for name in names if name != "lm_head"]
+    )
+    model = peft.inject_adapter_in_model(settings, model)
+    generator = torch.Generator().manual_seed(5)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data.uniform_(-0.3, 0.3, generator=generator)
+    save_file(trained_weights(model), folder / f"{kind}.adapters.safetensors")
+    return model
+
+
+def trained_weights(model: torch.nn.Module) -> dict[str, Tensor]:
+    named = model.named_parameters()
+    return {plain_name(name): parameter.detach().clone() for name, parameter in named if parameter.requires_grad}
+
+
+def lora_optimizer(model: torch.nn.Module, name: str) -> torch.optim.Optimizer:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    decay = ACTOR["weight_decay"]
+    if name == "sgd":
+        return torch.optim.SGD(trained, LORA_LR[name], momentum=0.9, weight_decay=decay)
+    if name == "muon":
+        return torch.optim.Muon(trained, LORA_LR[name], decay, 0.9, adjust_lr_fn="match_rms_adamw")
+    return torch.optim.AdamW(trained, ACTOR["lr"], weight_decay=decay)
+
+
+def lora_update(model: torch.nn.Module, batch: Batch, optimizer_name: str = "adamw") -> LoraResult:
+    """Train the adapters of a plain model in one process."""
+    optimizer, gradients = lora_optimizer(model, optimizer_name), dict[str, Tensor]()
+
+    def keep(*_: Any) -> None:
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                gradients.setdefault(plain_name(name), parameter.grad.clone())
+
+    optimizer.register_step_pre_hook(keep)
+    losses = reference_update(model, batch, optimizer)
+    return LoraResult(trained_weights(model), gradients, losses)
+
+
+def lora_job(name: str, model: str, dtype: str = "float32", **options: Any) -> dict[str, Any]:
+    """Build a job that trains adapters, of the policy or of a critic."""
+    lr = {"lr": LORA_LR[options["optimizer"]]} if options.get("optimizer") in LORA_LR else {}
+    return job(name, model, dtype, **lr, **options) | {"lora": LORA}
+
+
+def check_lora(
+    folder: Path, wanted: LoraResult, job: dict[str, Any], loss_tolerance: float, weight_tolerance: float
+) -> None:
+    """Compare the gradients, losses and weights of a job with those of a plain model. Nothing else may have changed."""
+    check_losses(wanted.losses, values_of(folder, job), loss_tolerance, job)
+    begun = load_file(folder / f"{job['model']}.adapters.safetensors")
+    got, base = weights_of(folder, job), load_file(folder / job["model"] / "model.safetensors")
+    trained = {name: got.pop(name) for name in begun}
+    check_weights(trained, wanted.weights, weight_tolerance, job)
+    stored = {name: tensor.to(getattr(torch, job["dtype"])) for name, tensor in base.items() if name in got}
+    assert all(torch.equal(got[name], tensor) for name, tensor in stored.items()), "a frozen weight has changed"
+    assert len(stored) == len(got), "the model has other weights than its files"
+    num_trained, num_frozen = (sum(tensor.numel() for tensor in of.values()) for of in (trained, got))
+    check_flops(values_of(folder, job), 6 * num_trained + 4 * num_frozen)
+    gradients = load_file(folder / f"{job['name']}.gradients.safetensors")
+    least = 0.999999 if job["dtype"] == "float32" else MIN_LIKENESS
+    check_likeness(gradients, wanted.gradients, least, job)
+    moves, expected = ({name: of[name] - begun[name] for name in begun} for of in (trained, wanted.weights))
+    check_likeness(moves, expected, MIN_LIKENESS, job)
+
+
+def check_likeness(got: dict[str, Tensor], wanted: dict[str, Tensor], least: float, job: dict[str, Any]) -> None:
+    """Check the direction of each tensor, and its length."""
+    assert got.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        likeness = F.cosine_similarity(got[name].flatten().double(), tensor.flatten().double(), 0).item()
+        assert likeness > least, f"{name} points elsewhere: {likeness} with {job}"
+        assert math.isclose(got[name].norm(), tensor.norm(), rel_tol=2e-2), f"the length of {name} differs with {job}"
+
+
 def job(name: str, model: str, dtype: str = "float32", max_tokens: int = 25, **options: Any) -> dict[str, Any]:
     """Build a job. `options` are settings of the actor, or `idle` (the last rank owns nothing), or the `device`."""
     others = {"idle": options.pop("idle", False), "device": options.pop("device", "cpu")}
     actor = ACTOR | {"max_tokens_per_micro_batch": max_tokens, "compile": False} | options
     fixed = {"algo": ALGO, "temperature": TEMPERATURE, "num_prompts": NUM_PROMPTS, "old_logprobs": "given"}
     fixed |= {"max_new_tokens": MAX_NEW_TOKENS, "frozen": [], "edits": {}, "poisoned": "", "all_truncated": False}
-    fixed |= {"lags": None, "max_mismatch_kl": 0.0, "batch": "batch.safetensors"}
+    fixed |= {"lags": None, "max_mismatch_kl": 0.0, "batch": "batch.safetensors", "lora": None}
     return {"name": name, "model": model, "dtype": dtype, "actor": actor} | others | fixed
 
 
@@ -466,21 +566,32 @@ def weights_of(folder: Path, job: dict[str, Any]) -> dict[str, Tensor]:
 
 def check(reference: Reference, job: dict[str, Any], loss_tolerance: float, weight_tolerance: float) -> None:
     weights, losses = reference.expected[job["model"]]
-    count, values = sum(n for *_, n in losses), values_of(reference.folder, job)
-    policy, kl, moved = (sum(step[place] * step[-1] for step in losses) / count for place in range(3))
-    assert abs(values["loss/policy"] - policy) < loss_tolerance, (job, values, policy)
-    assert abs(values["loss/kl"] - kl) < loss_tolerance, (job, values, kl)
-    assert abs(values["policy/kl_old_new"] - moved) < loss_tolerance, (job, values, moved)
-    lengths, width = make_batch().lengths.double(), 2 * 4 * 8  # layers, heads and size of a head
-    num_parameters = sum(tensor.numel() for tensor in weights.values())
-    flops = ALGO["num_epochs"] * (6 * num_parameters * lengths.sum() + 6 * width * lengths.square().sum())
-    assert math.isclose(values["perf/update_tflop"], flops / 1e12, rel_tol=1e-9), (job, values, flops)
+    values = values_of(reference.folder, job)
+    check_losses(losses, values, loss_tolerance, job)
+    check_flops(values, 6 * sum(tensor.numel() for tensor in weights.values()))
     got = weights_of(reference.folder, job)
     check_weights(got, weights, weight_tolerance, job)
     begun = load_file(reference.folder / job["model"] / "model.safetensors")
     moves, wanted = (torch.cat([(of[name] - begun[name]).flatten() for name in weights]) for of in (got, weights))
     likeness = F.cosine_similarity(moves, wanted, 0).item()
     assert likeness > MIN_LIKENESS, f"weights went another way: {likeness} with {job}"
+
+
+def check_flops(values: dict[str, float], of_token: int) -> None:
+    """Check the operations of an update, of which its parameters need so many for a token."""
+    lengths, width = make_batch().lengths.double(), 2 * 4 * 8  # layers, heads and size of a head
+    flops = ALGO["num_epochs"] * (of_token * lengths.sum() + 6 * width * lengths.square().sum())
+    assert math.isclose(values["perf/update_tflop"], flops / 1e12, rel_tol=1e-9), (values, flops)
+
+
+def check_losses(
+    losses: list[tuple[float, float, float, int]], values: dict[str, float], tolerance: float, job: dict[str, Any]
+) -> None:
+    count = sum(n for *_, n in losses)
+    policy, kl, moved = (sum(step[place] * step[-1] for step in losses) / count for place in range(3))
+    assert abs(values["loss/policy"] - policy) < tolerance, (job, values, policy)
+    assert abs(values["loss/kl"] - kl) < tolerance, (job, values, kl)
+    assert abs(values["policy/kl_old_new"] - moved) < tolerance, (job, values, moved)
 
 
 def check_weights(got: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float, job: dict[str, Any]) -> None:

@@ -15,10 +15,14 @@ from tests.update import (
     VARIANTS,
     Reference,
     check,
+    check_lora,
     check_weights,
     conversation_job,
     critic_job,
     job,
+    lora_job,
+    lora_update,
+    make_adapted,
     make_batch,
     make_reference,
     mini_batch_jobs,
@@ -119,6 +123,7 @@ DISAGREEING = {
 }
 POISONED = job("a weight is NaN", MODELS[0]) | {"poisoned": "model.norm.weight"}
 MASKED_CRITIC = critic_job("critic without truncated responses", MODELS[0]) | {"algo": ALGO | {"mask_truncated": True}}
+ADAPTERS = lora_job("adapters", MODELS[0], offload="rollout")  # tests/distributed/test_learner_lora.py has the others
 ALGORITHMS = {name: variant_job(name) for name in VARIANTS}
 TALKS = {(num_ranks, name): conversation_job(name, num_ranks) for num_ranks in (1, 2) for name in CONVERSATIONS}
 CRITIC_WAYS = {1: {"max_tokens": 10_000}, 2: {"offload": "rollout"}, 4: {"recompute": "full", "idle": True}}
@@ -146,6 +151,7 @@ EXTRA = {
         *ALL_MASKED,
         HALF_SPOILT,
         *ALGORITHMS.values(),
+        ADAPTERS,
     ],
     4: [],
 }
@@ -169,6 +175,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
         jobs[num_ranks].append(talk)
     own = f"{write_functions(reference.folder / 'own.py')}:clipped_ratio"
     jobs[2].append(RECORDED[0] | {"algo": RECORDED[0]["algo"] | {"loss": own}})
+    make_adapted(reference.folder, MODELS[0])
     run_jobs(reference.folder, jobs, timeout_s=400)
     return reference
 
@@ -370,3 +377,8 @@ def test_bfloat16_keeps_float32_masters(reference: Reference, num_ranks: int) ->
     for name, tensor in weights_of(reference.folder, IN_BF16[num_ranks]).items():
         assert tensor.dtype == torch.float32
         assert not torch.equal(tensor, tensor.bfloat16().float()), f"{name} was rounded to bfloat16"
+
+
+def test_adapters_are_trained_as_by_peft(reference: Reference) -> None:
+    wanted = lora_update(make_adapted(reference.folder, MODELS[0]), make_batch())
+    check_lora(reference.folder, wanted, ADAPTERS, loss_tolerance=1e-5, weight_tolerance=2e-5)

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rl.config.schema import ActorConfig, AlgoConfig, Config, CriticConfig, InferenceConfig, RolloutConfig
+from rl.config.schema import ActorConfig, AlgoConfig, Config, CriticConfig, InferenceConfig, LoraConfig, RolloutConfig
 from rl.data.batch import Batch
 from rl.learner import sharded_trainer
 from rl.learner.credit import assign_credit
@@ -24,8 +24,10 @@ from rl.learner.critic import CriticTrainer
 from rl.learner.policy import PolicyTrainer
 from rl.learner.scoring import LocalScorer, ScoringModels
 from rl.learner.sharded_trainer import ShardedModel, ShardedTrainer
+from rl.model.adapter_names import is_adapter
 from rl.model.load import Compute, load_model
-from rl.model.shards import LocalSlice, local_slices
+from rl.model.lora import Adapters, BaseModel, has_adapters
+from rl.model.shards import LocalSlice, local_slices, named_parameters
 from rl.report.metrics import Measures
 
 if not torch.cuda.is_available():
@@ -41,7 +43,8 @@ def update(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
     if replicas > 1:
         mesh = init_device_mesh(device.type, (replicas, size // replicas), mesh_dim_names=("replica", "shard"))
     compute = Compute(actor.compile, actor.recompute, on_host=actor.offload == "always")
-    model = load_model(folder / job["model"], mesh, device, job["dtype"], trainable=True, compute=compute)
+    model = load_model(folder / job["model"], mesh, device, job["dtype"], trained_part(job), compute=compute)
+    fill_adapters(model, folder, job, mesh)
     layers = model.model.layers
     assert all(layer._get_fsdp_state()._states_to_forward_prefetch for layer in layers[:-1]), "no layer is prefetched"
     for name in job["frozen"]:
@@ -57,7 +60,9 @@ def update(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
     options = {name: job[name] for name in ("temperature", "max_new_tokens", "max_mismatch_kl")}
     rollout = RolloutConfig(**options)
     config = Config(actor=actor, algo=algo, rollout=rollout)
-    reference = load_model(folder / "reference", mesh, device, job["dtype"], trainable=False)
+    reference = BaseModel(model)
+    if not job["lora"]:
+        reference = load_model(folder / "reference", mesh, device, job["dtype"], trainable=False)
     load_reference = (lambda: reference) if algo.kl_estimator == "full" else None
     learner = PolicyTrainer(ShardedModel(model, pg, device), config, 4, [1, 2, 3], load_reference)
     reduces_once = actor.offload != "always" and (mesh.ndim == 2 or mesh.size() == 1)
@@ -73,7 +78,12 @@ def update(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
     if job["old_logprobs"] == "by a pass of their own":
         scorer = LocalScorer(scoring_models("old_logprobs", model, job), ["old_logprobs"], pg)
         share = scorer.score(share, version=1)
-    if learner.offloads:
+    if job["lora"]:
+        scorer = LocalScorer(scoring_models("ref_logprobs", reference, job), ["ref_logprobs"], pg)
+        scored = scorer.score(share, version=1)
+        write_tokens(pg, folder, job, batch, {"ref_logprobs": scored.ref_logprobs})
+        check_offloading(learner, actor)
+    elif learner.offloads:
         models = scoring_models("ref_logprobs", model, job)
         scorer = LocalScorer(models, ["ref_logprobs"], pg, offloads_reference=True)
         scorer.score(share, version=1)
@@ -83,9 +93,8 @@ def update(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
         scorer.offload()
         assert not any(on_device(model)), "the reference is not offloaded"
         scorer.reload()
-        learner.offload()
-        assert set(on_device(model)) == {actor.offload == "moments"}, "actor.offload=moments offloads only moments"
-        learner.reload()
+        check_offloading(learner, actor)
+    gradients = keep_gradients(learner) if job["lora"] else {}
     try:
         with watched:
             learner.update(share, num_prompts=job["num_prompts"], measures=measures)
@@ -98,13 +107,54 @@ def update(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
         learner.offload()
         assert watched.num_offloaded() > 0
         learner.reload()
+    if gradients and rank == 0:
+        save_file(gradients, folder / f"{job['name']}.gradients.safetensors")
     report(pg, folder, job, model, measures)
 
 
+def trained_part(job: dict) -> bool | Adapters:
+    return Adapters(LoraConfig(**job["lora"]), seed=0) if job["lora"] else True
+
+
+def fill_adapters(model: torch.nn.Module, folder: Path, job: dict, mesh: DeviceMesh) -> None:
+    """Give adapters the values that the reference has."""
+    values, axis = load_file(folder / f"{job['model']}.adapters.safetensors") if job["lora"] else {}, mesh.ndim - 1
+    for part in local_slices(model):
+        if is_adapter(part.info.name):
+            first, end = part.info.rows(mesh.get_local_rank(axis), mesh.size(axis))
+            part.data.copy_(values.pop(part.info.name)[first:end])
+    assert not values, f"the model has no {', '.join(values)}"
+
+
+def keep_gradients(trainer: ShardedTrainer) -> dict[str, torch.Tensor]:
+    """Return a dict that the first optimizer step fills with the whole gradients."""
+    found, step = dict[str, torch.Tensor](), trainer.optimizer.step
+
+    def keep(lr: float) -> None:
+        if not found:
+            named = [(name, each.grad) for name, each in named_parameters(trainer.model) if each.grad is not None]
+            found.update({name: gradient.full_tensor().cpu() for name, gradient in named})
+        step(lr)
+
+    trainer.optimizer.step = keep
+    return found
+
+
+def check_offloading(learner: PolicyTrainer, actor: ActorConfig) -> None:
+    """Check which weights leave the device."""
+    if learner.offloads:
+        learner.offload()
+        is_there = set(on_device(learner.model))
+        assert is_there == {actor.offload == "moments"}, "actor.offload=moments offloads only moments"
+        learner.reload()
+
+
 def check_sizes(learner: PolicyTrainer, actor: ActorConfig, job: dict) -> None:
-    """Compare the sizes of this rank's state with the rows that it holds, all of them in float32."""
-    held = {part.info.name: 4 * part.data.numel() for part in local_slices(learner.model)}
-    trained = sum(size for name, size in held.items() if name not in job["frozen"])
+    """Compare the sizes of this rank's state with the rows that it holds. Trained ones are in float32."""
+    held = {part.info.name: part.data.nbytes for part in local_slices(learner.model)}
+    numbers = {part.info.name: part.data.numel() for part in local_slices(learner.model)}
+    names = [name for name in held if name not in job["frozen"] and (is_adapter(name) or not job["lora"])]
+    trained = 4 * sum(numbers[name] for name in names)
     expected = {"weights": sum(held.values()), "gradients": trained, "optimizer": 2 * trained}
     if learner.num_updates and actor.optimizer == "adamw":
         assert learner.bytes_by_kind() == expected, (learner.bytes_by_kind(), expected)
@@ -116,8 +166,8 @@ def check_sizes(learner: PolicyTrainer, actor: ActorConfig, job: dict) -> None:
 
 
 def on_device(model: torch.nn.Module) -> list[bool]:
-    """Return for each tensor of this rank whether its memory on the device exists."""
-    return [bool(part.data.untyped_storage().nbytes()) for part in local_slices(model)]
+    """Return for each tensor that this rank has rows of whether its memory on the device exists."""
+    return [bool(part.data.untyped_storage().nbytes()) for part in local_slices(model) if part.data.numel()]
 
 
 def scoring_models(field: str, model: torch.nn.Module, job: dict) -> ScoringModels:
@@ -144,13 +194,16 @@ class WatchedUpdate:
     """Check the optimizer steps of an update, where the trainer cuts a mini-batch and where it takes micro-batches.
 
     Moments are offloaded before each step. They stay so until the last backward pass has freed the activations of their
-    layer, and moments that belong to no layer until the end. A rank with the whole model, and replicas, reduce
-    gradients only after the last micro-batch.
+    layer, and moments that belong to no layer until the end. So do those of the first layer if its input has no
+    gradient, because the embeddings are frozen and layers are not recomputed. A rank with the whole model, and
+    replicas, reduce gradients only after the last micro-batch.
     """
 
     def __init__(self, trainer: ShardedTrainer, reduces_once: bool, checks_operators: bool):
         self._trainer, self._reduces_once, self._checks_operators = trainer, reduces_once, checks_operators
         self._moments: list[LocalSlice] = []  # known after the first step, which makes them
+        is_recomputed = any(getattr(module, "gradient_checkpointing", False) for module in trainer.model.modules())
+        self._is_first_late = has_adapters(trainer.model) and not is_recomputed
         self._num_offloaded = 0  # before the step
         self._after: list[tuple[bool, int]] = []  # each micro-batch: has it left gradients, and moments offloaded?
 
@@ -189,14 +242,17 @@ class WatchedUpdate:
         assert early == [not self._reduces_once] * len(early) and last, self._after
         assert self.num_offloaded() == 0
         if (before := self._num_offloaded) > 0:
-            of_layers = [each for each in self._moments if ".layers." in each.info.name and each.data.numel()]
+            late = ".layers.0." if self._is_first_late else "none"
+            names = [each.info.name for each in self._moments if each.data.numel()]
+            of_layers = [name for name in names if ".layers." in name and late not in name]
             others = before - len(of_layers)
             assert others < before, (others, before)
             counts = [count for _, count in self._after]
             assert counts == [before] * len(early) + [others], (counts, before, others)
         self._after = []
         if self._trainer.num_updates:
-            self._moments = [part for kind, part in self._trainer.state_slices() if kind != self._trainer.kind]
+            kinds, parts = self._trainer.weight_kinds, self._trainer.state_slices()
+            self._moments = [part for kind, part in parts if kind not in kinds]
 
 
 def owned_by(rank: int, size: int, batch: Batch, job: dict) -> list[int]:
@@ -207,7 +263,7 @@ def owned_by(rank: int, size: int, batch: Batch, job: dict) -> list[int]:
 
 def report(pg: dist.ProcessGroup, folder: Path, job: dict, model: torch.nn.Module, measures: Measures) -> None:
     values = measures.reduce(pg)
-    weights = {name: parameter.detach().full_tensor().cpu() for name, parameter in model.named_parameters()}
+    weights = {name: parameter.detach().full_tensor().cpu() for name, parameter in named_parameters(model)}
     if dist.get_rank(pg) == 0:
         save_file(weights, folder / f"{job['name']}.safetensors")
         (folder / f"{job['name']}.json").write_text(json.dumps(values))
@@ -219,7 +275,8 @@ def update_critic(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
     actor, algo, critic_config = ActorConfig(**job["actor"]), AlgoConfig(**job["algo"]), CriticConfig(**job["critic"])
     mesh, place = DeviceMesh.from_group(pg, device.type), folder / job["model"]
     compute = Compute(actor.compile, actor.recompute, on_host=actor.offload == "always")
-    model = load_model(place, mesh, device, job["dtype"], trainable=True, compute=compute, as_critic=True)
+    model = load_model(place, mesh, device, job["dtype"], trained_part(job), compute=compute, as_critic=True)
+    fill_adapters(model, folder, job, mesh)
     inference = InferenceConfig(max_tokens_per_micro_batch=30)
     config = Config(actor=actor, algo=algo, critic=critic_config, inference=inference)
     critic = CriticTrainer(ShardedModel(model, pg, device), config)
@@ -237,13 +294,22 @@ def update_critic(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
     scorer = LocalScorer(scoring_models("old_logprobs", policy, job), ["old_logprobs", "certainty"], pg)
     scored = scorer.score(share, version=1)
     found |= {"old_logprobs": scored.old_logprobs, "certainty": scored.certainty}
-    for name, values in found.items():
-        found[name] = torch.zeros(batch.num_tokens)
-        found[name][torch.isin(batch.segment_ids, torch.tensor(owned))] = values
-        dist.all_reduce(found[name], group=pg)
-    if dist.get_rank(pg) == 0:
-        save_file(found, folder / f"{job['name']}.values.safetensors")
+    write_tokens(pg, folder, job, batch, found)
     report(pg, folder, job, model, measures)
+
+
+def write_tokens(
+    pg: dist.ProcessGroup, folder: Path, job: dict, batch: Batch, found: dict[str, torch.Tensor | None]
+) -> None:
+    """Write values of all tokens. Each rank has those of its own sequences."""
+    owned, whole = owned_by(dist.get_rank(pg), dist.get_world_size(pg), batch, job), dict[str, torch.Tensor]()
+    for name, values in found.items():
+        assert values is not None
+        whole[name] = torch.zeros(batch.num_tokens)
+        whole[name][torch.isin(batch.segment_ids, torch.tensor(owned))] = values
+        dist.all_reduce(whole[name], group=pg)
+    if dist.get_rank(pg) == 0:
+        save_file(whole, folder / f"{job['name']}.values.safetensors")
 
 
 def offload_and_reload(trainer: ShardedTrainer) -> None:

@@ -22,11 +22,21 @@ class Model(nn.Module):
 def test_operations_of_an_update() -> None:
     """100 parameters; 2 layers x 3 heads of 4. Sequences of 5 and 2 tokens are 7 tokens and 29 pairs."""
     flops = ModelFlops.of(Model(num_hidden_layers=2, num_attention_heads=3))
-    assert flops == ModelFlops(100, 24)
+    assert flops == ModelFlops(100, 0, 24)
     assert flops.of_update([5, 2]) == 6 * 100 * 7 + 6 * 24 * 29
     assert ModelFlops.of(Model(num_hidden_layers=2, num_attention_heads=3, head_dim=8)).attention_width == 48
-    assert ModelFlops.of(Model()) == ModelFlops(100, 0)
+    assert ModelFlops.of(Model()) == ModelFlops(100, 0, 0)
     assert flops.of_update([]) == 0
+
+
+def test_a_frozen_parameter_takes_no_operations_for_its_gradient() -> None:
+    """100 frozen parameters: 2 operations per token in the forward pass, and 2 for the gradient of their inputs."""
+    model = Model(num_hidden_layers=2, num_attention_heads=3)
+    model.adapter = nn.Parameter(torch.zeros(10))
+    model.weight.requires_grad_(False)
+    flops = ModelFlops.of(model)
+    assert flops == ModelFlops(10, 100, 24)
+    assert flops.of_update([5, 2]) == 6 * 10 * 7 + 4 * 100 * 7 + 6 * 24 * 29
 
 
 @pytest.mark.parametrize(

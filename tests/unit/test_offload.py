@@ -31,6 +31,19 @@ def test_views_stay_valid_and_their_memory_is_free_meanwhile() -> None:
     assert offload.host_copy(row).tolist() == [8, 10, 12, 14], "the host has what was last on the device"
 
 
+def test_constant_tensors_are_copied_only_once() -> None:
+    """Frozen weights are offloaded in every step, and their copy in host memory is always right."""
+    weights = torch.ones(3)
+    offload = Offloader([weights], constant=True)
+    offload.offload()
+    offload.start_reload()
+    assert weights.tolist() == [1, 1, 1]
+    weights.fill_(2)  # nobody does this. It shows what is copied
+    offload.offload()
+    assert offload.is_offloaded and weights.untyped_storage().nbytes() == 0
+    assert offload.host_copy(weights).tolist() == [1, 1, 1]
+
+
 def test_tensors_of_all_sizes_leave_and_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "SLAB_BYTES", 8192)
     tensors = [torch.randn(size) for size in [*[300] * 20, 1, 0, 4096]]  # the last is larger than a slab
