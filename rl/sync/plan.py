@@ -90,10 +90,10 @@ class Plan:
 
     @cached_property
     def fixed(self) -> frozenset[int]:
-        """The tensors that no update changes: the parameters without adapters in a model with adapters. Buffers, which
-        are not sharded, do not count."""
+        """The tensors that are not sent again: in a model with adapters, the parameters that have none. Buffers, which
+        are not sharded, may change. Without a transfer, all tensors are copied, and nothing is fixed."""
         indices = [index for index, info in enumerate(self.tensors) if info.sharded and not info.is_merged]
-        return frozenset(indices if self.is_merged else ())
+        return frozenset(indices if self.is_merged and self.needs_transfer else ())
 
     @cached_property
     def is_merged(self) -> bool:

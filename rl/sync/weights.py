@@ -149,8 +149,8 @@ class WeightSync:
 
     @property
     def _needs_all(self) -> bool:
-        """Whether this rank needs all tensors. It does if a receiver is new, has dropped its weights, or takes only whole
-        models because it cannot be read back."""
+        """Whether this rank needs all tensors. It does if a receiver is new, has dropped its weights, or cannot be read
+        back, because its loader takes only whole models."""
         if self._mail.rank not in self._plan.receivers:
             return False
         arrived = self._arrived
