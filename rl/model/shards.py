@@ -82,8 +82,8 @@ def reshard(model: nn.Module) -> None:
 
 
 def gather_rows(rows: Tensor, parameter: nn.Parameter, device: torch.device) -> Tensor:
-    """Return the whole tensor of which each rank holds `rows`, which may be in host memory. They are cut as the parameter
-    is. This is a collective of the ranks that share it."""
+    """Return the whole tensor of which each rank holds `rows`. They are cut as the parameter is, and may be in host
+    memory. This is a collective of the ranks that share the parameter."""
     assert isinstance(parameter, DTensor)
     mesh, placements = parameter.device_mesh, parameter.placements
     shape, stride = parameter.shape, parameter.stride()

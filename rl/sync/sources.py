@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rl.model.adapter_names import adapters_of
+from rl.model.lora import scale_of
 from rl.model.shards import LocalSlice, TensorInfo, gather_rows, named_parameters
 from rl.watch.heart import HEART
 
@@ -24,7 +25,6 @@ class WeightSource:
 
     model: nn.Module
     slices: Callable[[], Iterable[LocalSlice]]
-    scale: float = 0.0  # of the adapters (alpha / rank); 0 if the model has none
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Adapter:
 
     whole_a: Tensor  # [rank, in], on the device
     rows_b: Tensor  # [rows, rank]
+    scale: float
 
 
 class MergedSources(Mapping[int, Tensor]):
@@ -43,18 +44,16 @@ class MergedSources(Mapping[int, Tensor]):
         tensors: Sequence[TensorInfo],
         rows: Mapping[int, Tensor],
         adapters: Mapping[int, Adapter],
-        scale: float,
         device: torch.device,
     ):
-        self._tensors, self._rows, self._adapters = tensors, rows, adapters
-        self._scale, self._device = scale, device
+        self._tensors, self._rows, self._adapters, self._device = tensors, rows, adapters, device
 
     def __getitem__(self, index: int) -> Tensor:
         rows, adapter = self._rows[index], self._adapters.get(index)
         if adapter is None:
             return rows.reshape(-1)
         merged = rows.to(self._device, torch.float32, copy=True)
-        merged.addmm_(adapter.rows_b.to(self._device), adapter.whole_a, alpha=self._scale)
+        merged.addmm_(adapter.rows_b.to(self._device), adapter.whole_a, alpha=adapter.scale)
         return merged.to(self._tensors[index].torch_dtype).reshape(-1)
 
     def __iter__(self) -> Iterator[int]:
@@ -71,11 +70,11 @@ def open_sources(source: WeightSource, tensors: Sequence[TensorInfo], device: to
     rows = {index: slices[info.name] for index, info in enumerate(tensors)}
     if not any(info.is_merged for info in tensors):
         return {index: each.reshape(-1) for index, each in rows.items()}
-    assert source.scale > 0, "the model has adapters, but their scale was not given, so they would not be merged"
     parameters, adapters = dict(named_parameters(source.model)), {}
     with HEART.in_collective("actor"):
         for index, info in enumerate(tensors):
             if info.is_merged:
                 name_a, name_b = adapters_of(info.name)
-                adapters[index] = Adapter(gather_rows(slices[name_a], parameters[name_a], device), slices[name_b])
-    return MergedSources(tensors, rows, adapters, source.scale, device)
+                whole_a = gather_rows(slices[name_a], parameters[name_a], device)
+                adapters[index] = Adapter(whole_a, slices[name_b], scale_of(source.model, info.name))
+    return MergedSources(tensors, rows, adapters, device)

@@ -283,7 +283,7 @@ class AdaptedJob(Job):
         return load_adapted(self.folder, mesh, self.lora, self.job["dtype"]) if mesh is not None else None
 
     def _make_source(self) -> WeightSource | None:
-        return WeightSource(self.model, lambda: self.slices(), self.lora.scale) if self.model is not None else None
+        return WeightSource(self.model, lambda: self.slices()) if self.model is not None else None
 
     def slices(self) -> list[LocalSlice]:
         return list(local_slices(self.model)) if self.model is not None else []

@@ -67,7 +67,7 @@ class TwoRanks:
         placement, config = plan({"actor": "0", "rollout": "1"}, 1, 2), SyncConfig(probe_interval=0, verify=verify)
         sync_plan, pgs = Plan(tuple(self.tensors), (0,), (1,), bucket_bytes=2000), [None]
         settings = SyncSettings(placement, sync_plan, pgs, config, CPU, make_probe(32, 16, limit=1e-3))
-        source = WeightSource(self.model, partial(local_slices, self.model), LORA.scale)
+        source = WeightSource(self.model, partial(local_slices, self.model))
         self._mail, self._thread = mails[1], ThreadPoolExecutor(1)
         there = self._thread.submit(WeightSync, mails[1], settings, None, [engine])
         self.sync, self.engine_sync = WeightSync(mails[0], settings, source, []), there.result(20)

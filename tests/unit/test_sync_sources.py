@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -46,7 +47,7 @@ def mesh() -> Iterator[DeviceMesh]:
 
 
 def source_of(model: nn.Module) -> WeightSource:
-    return WeightSource(model, partial(local_slices, model), LORA.scale)
+    return WeightSource(model, partial(local_slices, model))
 
 
 def test_adapters_are_not_sent_and_their_weights_are_marked(folder: Path, mesh: DeviceMesh) -> None:
@@ -64,13 +65,17 @@ def test_adapters_are_not_sent_and_their_weights_are_marked(folder: Path, mesh: 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_sources_are_the_weights_of_the_files_with_their_adapters(dtype: str, folder: Path, mesh: DeviceMesh) -> None:
-    model = load_adapted(folder, mesh, LORA, dtype)
+@pytest.mark.parametrize("alpha", [8, 1])
+def test_sources_are_the_weights_of_the_files_with_their_adapters(
+    alpha: int, dtype: str, folder: Path, mesh: DeviceMesh
+) -> None:
+    lora = replace(LORA, alpha=alpha)
+    model = load_adapted(folder, mesh, lora, dtype)
     tensors, files = transferred_tensors(model, dtype), load_file(folder / "model.safetensors")
     sources = open_sources(source_of(model), tensors, CPU)
     assert list(sources) == list(range(len(tensors)))
     for index, info in enumerate(tensors):
-        wanted = merged(info, files, LORA, round_number=0)
+        wanted = merged(info, files, lora, round_number=0)
         assert sources[index].dtype == wanted.dtype
         assert torch.equal(sources[index], wanted.reshape(-1)), info.name
         is_changed = not torch.equal(wanted.float(), files[info.name])
@@ -98,9 +103,9 @@ def test_rows_of_all_shards_are_what_peft_merges(num_shards: int, dtype: str, fo
             own, (name_a, name_b) = slice(*info.rows(shard, num_shards)), adapters_of(info.name)
             rows[index] = before[info.name][own]
             if name_a in before:
-                adapters[index] = Adapter(before[name_a], before[name_b][own])
+                adapters[index] = Adapter(before[name_a], before[name_b][own], scale=7 / 5)
         assert len(adapters) == 6
-        for index, part in MergedSources(infos, rows, adapters, 7 / 5, CPU).items():
+        for index, part in MergedSources(infos, rows, adapters, CPU).items():
             found[index].append(part)
     limits = {"rtol": 1e-6, "atol": 1e-7} if dtype == "float32" else {"rtol": 2**-8, "atol": 0.0}
     for index, info in enumerate(infos):
@@ -115,7 +120,7 @@ def test_offloaded_weights_are_read_from_their_slices(folder: Path, mesh: Device
     copies = [LocalSlice(part.info, part.data.clone()) for part in local_slices(model)]
     for part in local_slices(model):
         part.data.fill_(9.0)
-    sources = open_sources(WeightSource(model, lambda: copies, LORA.scale), tensors, CPU)
+    sources = open_sources(WeightSource(model, lambda: copies), tensors, CPU)
     for index, info in enumerate(tensors):
         assert torch.equal(sources[index], merged(info, files, LORA, round_number=0).reshape(-1)), info.name
 
@@ -128,13 +133,6 @@ def test_reading_changes_no_weight(folder: Path, mesh: DeviceMesh) -> None:
     first, second = [*sources.values()], [*sources.values()]
     assert all(map(torch.equal, first, second))
     assert all(torch.equal(part.data, old) for part, old in zip(local_slices(model), before, strict=True))
-
-
-def test_a_model_with_adapters_needs_their_scale(folder: Path, mesh: DeviceMesh) -> None:
-    model = load_adapted(folder, mesh, LORA, "float32")
-    source = WeightSource(model, partial(local_slices, model))
-    with pytest.raises(AssertionError, match="scale was not given, so they would not be merged"):
-        open_sources(source, transferred_tensors(model, "float32"), CPU)
 
 
 class WatchedSources(MergedSources):
@@ -170,8 +168,8 @@ def test_merged_rows_never_take_more_than_a_bucket_and_a_tensor(
     assert len(plan.buckets) == num_tensors // per_bucket
     shard_rows = [info.rows(0, len(owners))[1] for info in infos]
     rows = {index: torch.ones(count, 4) for index, count in enumerate(shard_rows)}
-    adapters = {index: Adapter(torch.ones(2, 4), torch.ones(count, 2)) for index, count in enumerate(shard_rows)}
-    sources = WatchedSources(infos, rows, adapters, 0.5, CPU)
+    adapters = {index: Adapter(torch.ones(2, 4), torch.ones(count, 2), 0.5) for index, count in enumerate(shard_rows)}
+    sources = WatchedSources(infos, rows, adapters, CPU)
     transfer = BucketTransfer(plan, [None] * len(owners), 0, CPU, reuse=True)
     digests = VersionDigests(plan, [], CPU, reads_back=False)
     for bucket, whole in transfer.buckets(sources, plan.buckets):
