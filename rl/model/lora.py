@@ -98,6 +98,12 @@ def _draw(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
     return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
 
+def scale_of(model: nn.Module, weight: str) -> float:
+    """Return the factor (alpha / rank) with which the layer of this weight computes its adapters."""
+    layer: Any = model.get_submodule(weight.rpartition(".")[0])
+    return layer.scaling[ADAPTER]
+
+
 def has_adapters(model: nn.Module) -> bool:
     return any(is_adapter(name) for name, _ in model.named_parameters())
 

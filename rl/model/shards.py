@@ -23,6 +23,7 @@ class TensorInfo:
     shape: tuple[int, ...]
     dtype: str  # float32, bfloat16, ...
     sharded: bool  # if False, every rank of the mesh holds the whole tensor
+    is_merged: bool = False  # whether a weight sync adds LoRA adapters to it
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -78,6 +79,16 @@ def reshard(model: nn.Module) -> None:
     the shards may have changed."""
     if isinstance(model, FSDPModule):
         model.reshard()
+
+
+def gather_rows(rows: Tensor, parameter: nn.Parameter, device: torch.device) -> Tensor:
+    """Return the whole tensor of which each rank holds `rows`. They are cut as the parameter is, and may be in host
+    memory. This is a collective of the ranks that share the parameter."""
+    assert isinstance(parameter, DTensor)
+    mesh, placements = parameter.device_mesh, parameter.placements
+    shape, stride = parameter.shape, parameter.stride()
+    sharded = DTensor.from_local(rows.to(device), mesh, placements, run_check=False, shape=shape, stride=stride)
+    return sharded.full_tensor()
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -19,7 +19,8 @@ from rl.run.open import Run
 from rl.sync.donation import WeightDonation
 from rl.sync.plan import make_plan
 from rl.sync.probe import probe_of_run
-from rl.sync.weights import Receiver, SyncService, SyncSettings, WeightSource, WeightSync, share_tensors
+from rl.sync.sources import WeightSource
+from rl.sync.weights import Receiver, SyncService, SyncSettings, WeightSync, share_tensors
 from rl.world.bootstrap import enable_garbage_collection
 from rl.world.service import EndRun, EndService, Service, serve
 

@@ -6,7 +6,7 @@ tensor into the same parts. On a CPU, the digest of a part is XXH3 of its bytes,
 is a weighted sum that one kernel computes for any number of parts (digest_gpu.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,6 +45,11 @@ class Digests:
         for part in parts:
             if part.values.numel():
                 self._sums[part.tensor] += digest_of(part)
+
+    def copy(self, others: "Digests", tensors: Collection[int]) -> None:
+        """Take over the digests of these tensors."""
+        rows = sorted(tensors)
+        self._sums[rows] = others._sums[rows]
 
     def result(self) -> Tensor:
         """Return the digests, [num_tensors, 2] int32 on the host."""

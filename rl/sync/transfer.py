@@ -11,7 +11,7 @@ transfers run on a separate stream.
 
 import itertools
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -33,41 +33,44 @@ class _Flight:
 
 
 class BucketTransfer:
-    """Moves all buckets of a plan. `pgs` holds the process group of each shard, or None if its owner is the only
+    """Moves buckets of a plan. `pgs` holds the process group of each shard, or None if its owner is the only
     member. With `reuse`, the memory of a bucket is used again, so receivers must not keep it."""
 
     def __init__(
         self, plan: Plan, pgs: Sequence[dist.ProcessGroup | None], rank: int, device: torch.device, reuse: bool
     ):
         self._plan, self._pgs, self._rank, self._device = plan, pgs, rank, device
-        self._sources: dict[int, Tensor] = {}
+        self._sources: Mapping[int, Tensor] = {}
         self._receives = rank in plan.receivers
-        regular = [bucket for bucket in plan.buckets if bucket.num_bytes <= plan.bucket_bytes]
+        possible = plan.buckets + plan.changing_buckets
+        regular = [bucket for bucket in possible if bucket.num_bytes <= plan.bucket_bytes]
         packed = [sum(map(bucket.packed_bytes, self._shards(bucket))) for bucket in regular]
         whole = [bucket.num_bytes for bucket in regular if self._receives]
         self._pool = BufferPool(device, max(packed + whole, default=0), reuse)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.is_in_step = True  # False in a sync until all transfers of this rank have run
 
-    def buckets(self, sources: dict[int, Tensor]) -> Iterator[tuple[Bucket, dict[int, Tensor]]]:
-        """Yield each bucket with its whole tensors by index. Ranks that only send get no tensors. `sources` are this
-        rank's own slices by tensor index. They are flat and may be in host memory."""
+    def buckets(
+        self, sources: Mapping[int, Tensor], buckets: Sequence[Bucket]
+    ) -> Iterator[tuple[Bucket, dict[int, Tensor]]]:
+        """Yield each of these buckets with its whole tensors by index. Ranks that only send get no tensors. `sources`
+        are this rank's own slices by tensor index. They are flat and may be in host memory."""
         self._sources = sources
         if not self._plan.needs_transfer:
-            for bucket in self._plan.buckets:
+            for bucket in buckets:
                 own = bucket.tensors if self._receives else ()  # the only receiver may be in another replica
                 yield bucket, {i: sources[i].to(self._device).view(self._plan.tensors[i].shape) for i in own}
             return
         self.is_in_step = False
-        yield from self._receive() if self._receives else self._send()
+        yield from self._receive(buckets) if self._receives else self._send(buckets)
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)  # before the learner changes the sources
             self._pool.clear()
 
-    def _send(self) -> Iterator[tuple[Bucket, dict[int, Tensor]]]:
+    def _send(self, buckets: Sequence[Bucket]) -> Iterator[tuple[Bucket, dict[int, Tensor]]]:
         """Yield each bucket as soon as its transfer has started. At most two are sent at a time."""
         flights: deque[_Flight] = deque()
-        for bucket in self._plan.buckets:
+        for bucket in buckets:
             flights.append(self._start(bucket))
             yield bucket, {}
             if len(flights) == 2:
@@ -76,10 +79,10 @@ class BucketTransfer:
             self._finish(flights.popleft())
         self.is_in_step = True
 
-    def _receive(self) -> Iterator[tuple[Bucket, dict[int, Tensor]]]:
+    def _receive(self, buckets: Sequence[Bucket]) -> Iterator[tuple[Bucket, dict[int, Tensor]]]:
         """Yield each bucket as soon as it has arrived. Receive the next one meanwhile if there is memory for both."""
         flights: deque[_Flight] = deque()
-        for bucket, following in itertools.pairwise([*self._plan.buckets, None]):
+        for bucket, following in itertools.pairwise([*buckets, None]):
             assert bucket is not None
             if not flights:
                 flights.append(self._start(bucket))
@@ -147,8 +150,9 @@ class BucketTransfer:
         return memory
 
     def _pack(self, ranges: tuple[RowRange, ...], buffer: Tensor) -> None:
-        views = [buffer[part.packed].view(self._plan.tensors[part.tensor].torch_dtype) for part in ranges]
-        torch._foreach_copy_(views, [self._sources[part.tensor] for part in ranges])
+        for portion in self._plan.portions(ranges):
+            views = [buffer[part.packed].view(self._plan.tensors[part.tensor].torch_dtype) for part in portion]
+            torch._foreach_copy_(views, [self._sources[part.tensor] for part in portion])
 
     def _unpack(self, ranges: tuple[RowRange, ...], buffer: Tensor, memory: Tensor) -> None:
         torch._foreach_copy_([memory[part.bytes] for part in ranges], [buffer[part.packed] for part in ranges])

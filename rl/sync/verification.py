@@ -1,8 +1,10 @@
 """Verify a version: each rank's digests and reports, and the checks of the leader, which return what is wrong or "".
 
-digests of what the actors sent       ==  digests of what each receiver received    compared by the leader
+digests of what the actors hold       ==  digests of what each receiver received    compared by the leader
 digests of what a receiver received   ==  digests of what lies in its memory        compared on the receiver
 logprobs of the learner               ~   logprobs of each engine                   compared by the leader
+
+Fixed tensors (plan.py) are compared in every version too, though they are sent only once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +17,7 @@ from rl.common.text import count_of
 from rl.model.shards import TensorInfo
 from rl.placement.roles import Placement
 from rl.sync.digest import NUM_SUMS, Digests, flat_part
-from rl.sync.layout import MemoryLayout, Region
+from rl.sync.layout import MemoryLayout, OpaqueLoader, Region
 from rl.sync.plan import Plan, RowRange
 from rl.world.messages import Message
 
@@ -24,12 +26,13 @@ MAX_NAMES = 8  # tensors that an error names
 
 @dataclass(frozen=True)
 class SyncReport(Message):
-    """A rank's report to the leader. Each stage of a sync fills its own fields. A rank that joins fills none."""
+    """A rank's report to the leader. Each stage of a sync fills its own fields."""
 
     round: int
     settings: str = ""  # the plan: all ranks must have the same settings
     opaque_reason: str = ""  # why a receiver of this rank cannot be read back, or empty
     regions: list[list[Region]] | None = None  # what the receiver takes of each tensor; None if not known
+    needs_all: bool = False  # joining: whether a receiver of this rank needs the fixed tensors
     errors: list[str] = field(default_factory=list)  # the transfer
     sent: bytes = b""  # digests of this rank's slices; empty on ranks that send nothing
     received: bytes = b""  # digests of the whole tensors as they arrived
@@ -40,21 +43,43 @@ class SyncReport(Message):
 
 class VersionDigests:
     """One rank's digests of one version. `sent` covers its own slices, `received` the whole tensors as they arrived.
-    Each layout also has the digests of what its receiver should hold of tensors that it takes only in part."""
+    `expected` has, for each layout, what its receiver should hold of tensors that it takes only in part."""
 
-    def __init__(self, plan: Plan, layouts: Sequence[MemoryLayout], device: torch.device):
-        self._plan, self._device = plan, device
+    def __init__(self, plan: Plan, layouts: Sequence[MemoryLayout], device: torch.device, reads_back: bool):
+        """`layouts` are those of the receivers that take the version. With `reads_back`, their memory is compared."""
+        self._plan, self._device, self._reads_back = plan, device, reads_back
         self.sent, self.received = self._make(), self._make()
-        self._layouts = [(layout, self._make()) for layout in layouts]
+        self.expected = {layout: self._make() for layout in layouts}
 
     def _make(self) -> Digests:
         return Digests(len(self._plan.tensors), self._device)
 
-    def add_sent(self, ranges: Sequence[RowRange], sources: dict[int, Tensor]) -> None:
-        parts = [(part, self._plan.tensors[part.tensor].torch_dtype) for part in ranges]
-        self.sent.add(
-            [flat_part(part.tensor, sources[part.tensor].to(self._device), part.start, dtype) for part, dtype in parts]
-        )
+    def covers(self, layout: MemoryLayout | OpaqueLoader) -> bool:
+        """Return whether the version was written to this layout."""
+        return layout in self.expected
+
+    def add_others(self, before: "VersionDigests") -> None:
+        """Add the layouts that hold this version already. It was sent again for others."""
+        self.expected = before.expected | self.expected
+
+    def forget(self, layout: MemoryLayout | OpaqueLoader) -> None:
+        self.expected = {other: digests for other, digests in self.expected.items() if other is not layout}
+
+    def keep_fixed(self, before: "VersionDigests") -> None:
+        """Take over what arrived of fixed tensors with an earlier version. They are not sent with this one."""
+        self.received.copy(before.received, self._plan.fixed)
+        for layout, expected in self.expected.items():
+            expected.copy(before.expected[layout], self._plan.fixed)
+
+    def add_sent(self, ranges: Sequence[RowRange], sources: Mapping[int, Tensor]) -> None:
+        for portion in self._plan.portions(ranges):
+            parts = [(part, self._plan.tensors[part.tensor].torch_dtype) for part in portion]
+            self.sent.add(
+                [
+                    flat_part(part.tensor, sources[part.tensor].to(self._device), part.start, dtype)
+                    for part, dtype in parts
+                ]
+            )
 
     def add_received(self, whole: dict[int, Tensor]) -> None:
         if self._plan.needs_transfer:
@@ -65,13 +90,13 @@ class VersionDigests:
                     for start, count in self._plan.part_bounds[index]
                 ]
             )
-        for layout, expected in self._layouts:
+        for layout, expected in self.expected.items() if self._reads_back else ():
             expected.add(layout.expected(whole))
 
     def misplaced(self) -> list[str]:
         """Compare what receivers hold in their own memory with what arrived. Return the errors."""
         errors = []
-        for layout, expected in self._layouts:
+        for layout, expected in self.expected.items() if self._reads_back else ():
             arrived, held = self.received if self._plan.needs_transfer else self.sent, self._make()
             held.add(layout.held(self._plan.part_bounds))
             is_whole = torch.tensor(layout.is_whole).unsqueeze(1)

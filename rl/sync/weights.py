@@ -2,15 +2,15 @@
 
     leader announces -> ranks join between two pieces of work -> leader says go -> buckets -> reports -> verdict
 
-Buckets are broadcast as planned (plan.py, transfer.py), on process groups that nothing else uses. Everything else is
-sent as messages. A receiver that fails still receives all buckets, and then reports the error. So the process groups
-stay in step, and every rank raises. verification.py says what is compared. A receiver confirms a version only after the
-leader's verdict. Until then it serves nothing.
+sources.py has what the actors send. Buckets are broadcast as planned (plan.py, transfer.py), on process groups that
+nothing else uses. Everything else is sent as messages. A receiver that fails still receives all buckets, and then
+reports the error. So the process groups stay in step, and every rank raises. verification.py says what is compared. A
+receiver confirms a version only after the leader's verdict. Until then it serves nothing.
 """
 
 import functools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,11 +19,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rl.config.schema import SyncConfig
-from rl.model.shards import LocalSlice, TensorInfo
+from rl.model.shards import TensorInfo
 from rl.placement.roles import Placement
 from rl.sync.layout import MemoryLayout, OpaqueLoader, Weights
-from rl.sync.plan import Plan, transferred_tensors
+from rl.sync.plan import Bucket, Plan, transferred_tensors
 from rl.sync.probe import Probe, learner_logprobs
+from rl.sync.sources import WeightSource, open_sources
 from rl.sync.transfer import BucketTransfer
 from rl.sync.verification import SyncReport, Verifier, VersionDigests
 from rl.watch.heart import HEART
@@ -44,7 +45,7 @@ class Receiver(Protocol):
     memory, or its loader if that is not known. `probe` returns the logprobs of all tokens but the first, or None
     without a model."""
 
-    version: int  # the last confirmed version, or 0
+    version: int  # the last confirmed version; 0: none, or its weights were dropped
 
     def memory_layout(self, tensors: Sequence[TensorInfo]) -> MemoryLayout | OpaqueLoader: ...
 
@@ -66,14 +67,6 @@ class SyncSettings:
 
 
 @dataclass(frozen=True)
-class WeightSource:
-    """The policy of an actor. `slices` returns its weights, which are in host memory while they are offloaded."""
-
-    model: nn.Module
-    slices: Callable[[], Iterable[LocalSlice]]
-
-
-@dataclass(frozen=True)
 class StartSync(Message):
     version: int
     step: int  # the step that samples from this version
@@ -84,6 +77,7 @@ class SyncVerdict(Message):
     round: int
     error: str
     has_opaque: bool  # whether any rank's receiver cannot be read back
+    sends_all: bool  # whether any rank's receiver needs the fixed tensors
     metrics: dict[str, float]  # see WeightSync
     awaited = "the verdict on the weight sync"
 
@@ -112,6 +106,8 @@ class WeightSync:
         self._step = 0  # the step that samples from the current version; only actors know it
         self._round = self._num_published = 0
         self._has_opaque = False  # whether a receiver of any rank cannot be read back
+        self._sends_all = True  # whether the current sync also sends fixed tensors; equal on all ranks
+        self._arrived: VersionDigests | None = None  # of the last version, with those of all receivers that hold it
         self._learner_logprobs: list[float] | None = None  # of the probe under the current version; only on actors
         self._mail, self._source = mail, source
         self._placement, self._plan, self._config = settings.placement, settings.plan, settings.config
@@ -127,6 +123,9 @@ class WeightSync:
 
     def remove_receiver(self, receiver: Receiver) -> None:
         """Drop a receiver and all views of its memory."""
+        for other, layout in self._receivers:
+            if other is receiver and self._arrived is not None:
+                self._arrived.forget(layout)
         self._receivers = [(other, layout) for other, layout in self._receivers if other is not receiver]
         self._taking = []
 
@@ -147,6 +146,21 @@ class WeightSync:
     @property
     def _loaders(self) -> list[OpaqueLoader]:
         return [layout for _, layout in self._taking if isinstance(layout, OpaqueLoader)]
+
+    @property
+    def _needs_all(self) -> bool:
+        """Whether this rank needs all tensors. It does if a receiver is new, has dropped its weights, or cannot be read
+        back, because its loader takes only whole models."""
+        if self._mail.rank not in self._plan.receivers:
+            return False
+        arrived = self._arrived
+        return arrived is None or any(
+            receiver.version != self.version or not arrived.covers(layout) for receiver, layout in self._receivers
+        )
+
+    @property
+    def _buckets(self) -> tuple[Bucket, ...]:
+        return self._plan.buckets if self._sends_all else self._plan.changing_buckets
 
     def publish(self, step: int, free_device: Callable[[], None] = lambda: None) -> int:
         """Bring the next version to all receivers and return its number. Every actor must call this. `step` is the step
@@ -184,10 +198,17 @@ class WeightSync:
         # The first two versions are always probed: engines hold dummy weights before the first, and have sampled for
         # the first time before the second.
         is_due = self._num_published <= 2 or (interval > 0 and version % interval == 0)
-        self._agree(f"{what}, not joined everywhere", SyncReport(self._round + 1), lambda reports: "")
+        joined = SyncReport(self._round + 1, needs_all=self._needs_all)
+        self._agree(f"{what}, not joined everywhere", joined, self._check_joined)
         began = time.perf_counter()
         check_transfer = functools.partial(self._check_transfer, began, is_again)
-        self._agree(f"{what}, not transferred everywhere", self._move_buckets(), check_transfer)
+        digests = VersionDigests(self._plan, self._layouts, self._device, reads_back=self._config.verify == "full")
+        if not self._sends_all and self._arrived is not None:
+            digests.keep_fixed(self._arrived)
+        self._agree(f"{what}, not transferred everywhere", self._move_buckets(digests), check_transfer)
+        if self._arrived is not None:
+            digests.add_others(self._arrived)
+        self._arrived = digests
         # An error in these forward passes ends the world at once, because other ranks compute in the same passes.
         if self._is_verified and (is_due or self._has_opaque) and not is_again and self._source is not None:
             # A rebuilt receiver may need the logprobs later, when the learner may be offloaded.
@@ -204,10 +225,15 @@ class WeightSync:
         self.version = version
         HEART.describe(version=version)
 
+    def _check_joined(self, reports: dict[int, SyncReport]) -> str:
+        self._sends_all = not self._plan.fixed or any(report.needs_all for report in reports.values())
+        return ""
+
     def _check_transfer(self, began: float, is_again: bool, reports: dict[int, SyncReport]) -> str:
         """Compare the digests, and measure the transfer. Without digests, nobody waits until it is over."""
         if self._is_verified and self._plan.receivers and not is_again:
-            self.metrics = {"perf/sync_gb_per_s": self._plan.num_bytes / 1e9 / (time.perf_counter() - began)}
+            num_bytes = self._plan.bytes_of(self._buckets)
+            self.metrics = {"perf/sync_gb_per_s": num_bytes / 1e9 / (time.perf_counter() - began)}
         return self._verifier.check_transfer(reports)
 
     def _check_probe(self, reports: dict[int, SyncReport]) -> str:
@@ -224,14 +250,14 @@ class WeightSync:
         if self._mail.rank == self._placement.leader:
             error = self._collect(check, self._config.join_timeout_s if is_timed else UNLIMITED_S)
             error = f"{failure}: {error}" if error else ""
-            verdict = SyncVerdict(self._round, error, self._has_opaque, self.metrics)
+            verdict = SyncVerdict(self._round, error, self._has_opaque, self._sends_all, self.metrics)
             for rank in range(self._placement.world_size):
                 self._mail.send(rank, verdict)
         verdict = self._mail.receive(SyncVerdict).message
         assert verdict.round == self._round, f"{verdict} in round {self._round}"
         if verdict.error:
             raise SyncError(verdict.error)
-        self._has_opaque, self.metrics = verdict.has_opaque, verdict.metrics
+        self._has_opaque, self._sends_all, self.metrics = verdict.has_opaque, verdict.sends_all, verdict.metrics
 
     def _collect(self, check: Check, timeout_s: float) -> str:
         """Check the reports of this round. Return what is wrong, or which ranks sent none in time."""
@@ -266,12 +292,12 @@ class WeightSync:
         return self._verifier.check_plans(reports)
 
     @torch.no_grad()
-    def _move_buckets(self) -> SyncReport:
-        is_full = self._config.verify == "full"
-        digests = VersionDigests(self._plan, self._layouts if is_full else [], self._device)
+    def _move_buckets(self, digests: VersionDigests) -> SyncReport:
         errors: list[str] = []
         failure = None
-        stream = self._fill_receivers(digests, errors)
+        # Before the first bucket: this may be a collective of the actors, and two at once could block each other.
+        sources = open_sources(self._source, self._plan.tensors, self._device) if self._source is not None else {}
+        stream = self._fill_receivers(sources, digests, errors)
         try:
             for receiver, _ in self._taking:
                 receiver.begin_version()
@@ -286,6 +312,10 @@ class WeightSync:
             pass
         if failure is not None and not self._transfer.is_in_step:
             raise failure  # the transfer itself failed and is out of step, so no collective may follow
+        if self._shard is not None and self._is_verified and not self._sends_all:
+            for bucket in self._plan.fixed_buckets:
+                HEART.beat(f"the digests from {self._plan.tensors[bucket.tensors[0]].name} on")
+                digests.add_sent(bucket.ranges[self._shard], sources)
         if not errors:
             errors += digests.misplaced()
         is_receiver = self._plan.needs_transfer and self._mail.rank in self._plan.receivers and not errors
@@ -293,11 +323,9 @@ class WeightSync:
         received = digests.received.to_bytes() if self._is_verified and is_receiver else b""
         return SyncReport(self._round + 1, errors=errors, sent=sent, received=received)
 
-    def _fill_receivers(self, digests: VersionDigests, errors: list[str]) -> Weights:
+    def _fill_receivers(self, sources: Mapping[int, Tensor], digests: VersionDigests, errors: list[str]) -> Weights:
         """Fill the receivers whose layout is known. Yield every whole tensor, in its transfer dtype, for loaders."""
-        slices = self._source.slices() if self._source is not None else ()
-        sources = {index: part.data.reshape(-1) for index, part in enumerate(slices)}
-        for bucket, whole in self._transfer.buckets(sources):
+        for bucket, whole in self._transfer.buckets(sources, self._buckets):
             HEART.beat(f"the bucket from {self._plan.tensors[bucket.tensors[0]].name} on")
             if self._shard is not None and self._is_verified:
                 digests.add_sent(bucket.ranges[self._shard], sources)

@@ -42,7 +42,7 @@ def plan_of(*tensors: TensorInfo, num_owners: int = 1, bucket_bytes: int = 1 << 
     ],
 )
 def test_buckets_are_runs_of_whole_tensors(tensors: list[TensorInfo], buckets: list[str], max_bytes: int) -> None:
-    cut = cut_buckets(tuple(tensors), max_bytes)
+    cut = cut_buckets(tensors, range(len(tensors)), max_bytes)
     assert ["".join(tensors[index].name for index in bucket) for bucket in cut] == buckets
     assert [bucket.tensors for bucket in plan_of(*tensors, bucket_bytes=max_bytes).buckets] == cut
 
@@ -215,6 +215,7 @@ def test_equal_plans_have_equal_digests() -> None:
         replace(PLAN, tensors=(info("a", 4, 2), info("c", 3))),
         replace(PLAN, tensors=(info("a", 4, 2), info("b", 3, dtype="int32"))),
         replace(PLAN, tensors=(info("a", 4, 2), info("b", 3, sharded=False))),
+        replace(PLAN, tensors=(replace(info("a", 4, 2), is_merged=True), info("b", 3))),
         replace(PLAN, owners=(3, 2)),
         replace(PLAN, owners=(2,)),
         replace(PLAN, receivers=(0,)),
@@ -250,6 +251,42 @@ def test_without_a_transfer_there_is_one_bucket(
     plan = Plan((*PLAN.tensors, info("c", 33, dtype="uint8")), owners, receivers, bucket_bytes=32)
     assert len(plan.buckets) == num_buckets
     assert sum(bucket.num_bytes for bucket in plan.buckets) == 32 + 16 + 48
+
+
+def random_adapters(tensors: tuple[TensorInfo, ...], source: random.Random) -> tuple[TensorInfo, ...]:
+    """Mark some sharded tensors, at least the first, as merged."""
+    is_merged = [info.sharded and (index == 0 or source.random() < 0.4) for index, info in enumerate(tensors)]
+    return tuple(replace(info, is_merged=marked) for info, marked in zip(tensors, is_merged, strict=True))
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 64, 1 << 20])
+@pytest.mark.parametrize("seed", range(8))
+def test_tensors_with_adapters_and_buffers_change_and_all_others_are_fixed(seed: int, bucket_bytes: int) -> None:
+    source = random.Random(seed)
+    tensors = random_adapters((info("first", 3, 2), *random_model(source)), source)
+    plan = plan_of(*tensors, num_owners=2, bucket_bytes=bucket_bytes)
+    fixed = [index for index, tensor in enumerate(tensors) if tensor.sharded and not tensor.is_merged]
+    assert [index for bucket in plan.fixed_buckets for index in bucket.tensors] == fixed
+    changing = [index for index in range(len(tensors)) if index not in fixed]
+    assert [index for bucket in plan.changing_buckets for index in bucket.tensors] == changing
+    assert [index for bucket in plan.buckets for index in bucket.tensors] == list(range(len(tensors)))
+    assert plan.bytes_of(plan.changing_buckets) + plan.bytes_of(plan.fixed_buckets) == plan.num_bytes
+    for bucket in (*plan.changing_buckets, *plan.fixed_buckets):
+        assert bucket.num_bytes <= bucket_bytes or len(bucket.tensors) == 1 or not plan.bytes_of([bucket])
+
+
+def test_without_adapters_nothing_is_fixed() -> None:
+    assert (PLAN.fixed, PLAN.fixed_buckets, PLAN.is_merged) == (frozenset(), (), False)
+    assert PLAN.changing_buckets == PLAN.buckets
+
+
+def test_merged_tensors_take_memory_so_they_never_share_one_bucket() -> None:
+    """Without a transfer too: one bucket would be a merged copy of the model."""
+    tensors = [replace(info(name, 4, 2), is_merged=True) for name in "abc"]
+    plan = Plan((*tensors, info("d", 4, 2)), (0,), (0,), bucket_bytes=32)
+    assert not plan.needs_transfer and not plan.fixed
+    assert [bucket.tensors for bucket in plan.buckets] == [(0,), (1,), (2,), (3,)]
+    assert plan.changing_buckets == plan.buckets
 
 
 def test_part_bounds_are_every_owners_part_of_every_tensor() -> None:

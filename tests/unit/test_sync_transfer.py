@@ -34,7 +34,7 @@ def test_without_a_transfer_the_owner_has_whole_tensors_and_a_second_replica_not
     transfer = BucketTransfer(plan, [None], rank, CPU, reuse=True)
     found = [
         {index: tensor.tolist() for index, tensor in whole.items()}
-        for _, whole in transfer.buckets(own_slices(plan, rank))
+        for _, whole in transfer.buckets(own_slices(plan, rank), plan.buckets)
     ]
     assert found == [got]
 
@@ -45,7 +45,9 @@ def test_an_owner_that_receives_has_its_own_part_in_place(bucket_bytes: int) -> 
     plan = make_plan([40, 10, 6], (0, 1), (0,), bucket_bytes)
     transfer = BucketTransfer(plan, [None, None], 0, CPU, reuse=True)
     found = {
-        index: tensor.tolist() for _, whole in transfer.buckets(own_slices(plan, 0)) for index, tensor in whole.items()
+        index: tensor.tolist()
+        for _, whole in transfer.buckets(own_slices(plan, 0), plan.buckets)
+        for index, tensor in whole.items()
     }
     assert {index: len(values) for index, values in found.items()} == {0: 40, 1: 10, 2: 6}
     assert (found[0][:20], found[1][:5], found[2][:3]) == ([1] * 20, [2] * 5, [3] * 3)
@@ -93,7 +95,7 @@ def watch(plan: Plan, rank: int, reuse: bool) -> WatchedPool:
     (pool,) = pools
     for _ in range(2):
         seen: list[int] = []
-        for bucket, whole in transfer.buckets(own_slices(plan, rank)):
+        for bucket, whole in transfer.buckets(own_slices(plan, rank), plan.buckets):
             assert pool.out or rank not in plan.owners + plan.receivers
             assert [*whole] == ([*bucket.tensors] if rank in plan.receivers else [])
             seen += bucket.tensors

@@ -100,8 +100,10 @@ def test_an_engine_that_got_weights_but_no_request_sleeps_again(engine: Any, llm
     engine.confirm(1)
     engine.add([])
     assert llm.awake == {"weights", "kv_cache"}
+    assert engine.version == 1
     engine.sleep()
     assert llm.awake == set()
+    assert engine.version == 0, "it holds no weights, so a sync must not leave any out"
 
 
 @pytest.mark.parametrize("is_rebuilt", [False, True])

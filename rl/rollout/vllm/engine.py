@@ -171,6 +171,7 @@ class VllmEngine:
             else:
                 self._llm.sleep(level=2)
         self._asleep = {"weights", "kv_cache"}
+        self.version = 0  # so that the next sync brings all weights, not only those that changed
 
     def abandon(self) -> PrivateDefaultGroup:
         """Free the memory after a failure, and return the process group for the next engine. vLLM's own shutdown would
