@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from rl.config.schema import ActorConfig, ConfigError, Optimizer
-from rl.model.shards import TensorInfo
+from rl.model.shards import TensorInfo, gather_rows
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's own names
 MAX_BLOCK, MIN_BLOCK = 256, 64  # elements that share a scale in 8-bit AdamW
@@ -233,12 +233,9 @@ def orthogonal_update(rows: Tensor, parameter: nn.Parameter, lr: float, device: 
     zeros, which leaves the update in it. Its learning rate is scaled so that it suits AdamW too.
     """
     assert isinstance(parameter, DTensor)
-    mesh, placements, shape = parameter.device_mesh, parameter.placements, parameter.shape
-    sharded = DTensor.from_local(
-        rows.to(device, torch.bfloat16), mesh, placements, run_check=False, shape=shape, stride=parameter.stride()
-    )
+    mesh, shape = parameter.device_mesh, parameter.shape
     whole = nn.Parameter(torch.zeros(shape, device=device))
-    whole.grad = sharded.full_tensor().float()
+    whole.grad = gather_rows(rows.to(torch.bfloat16), parameter, device).float()
     torch.optim.Muon([whole], lr, 0.0, 0.0, nesterov=False, adjust_lr_fn="match_rms_adamw").step()
     info, axis = TensorInfo("", tuple(shape), "float32", sharded=True), mesh.ndim - 1  # one for replicas may precede it
     first, end = info.rows(mesh.get_local_rank(axis), mesh.size(axis))

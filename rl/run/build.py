@@ -44,7 +44,8 @@ from rl.run.record import begin_story
 from rl.run.reporter import Reporter
 from rl.run.reporting import build_health, build_writer
 from rl.run.serve import build_rollout_service, build_sync
-from rl.sync.weights import WeightSource, share_tensors
+from rl.sync.sources import WeightSource
+from rl.sync.weights import share_tensors
 from rl.watch.heart import HEART
 from rl.watch.reports import ServiceUnavailable
 from rl.world.bootstrap import enable_garbage_collection

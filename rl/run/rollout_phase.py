@@ -28,7 +28,8 @@ from rl.run.build import build_evaluation, build_sampler, error_if_all_fail
 from rl.run.models import load_policy
 from rl.run.open import Run
 from rl.run.serve import build_rollout_service, build_sync
-from rl.sync.weights import WeightSource, WeightSync, share_tensors
+from rl.sync.sources import WeightSource
+from rl.sync.weights import WeightSync, share_tensors
 from rl.watch.heart import HEART
 from rl.world.bootstrap import enable_garbage_collection
 from rl.world.faults import Stopped
