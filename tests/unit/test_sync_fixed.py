@@ -1,6 +1,8 @@
 """Fixed tensors of a model with adapters: they are sent only to receivers that lack them, and proven in every sync."""
 
+import gc
 import queue
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -184,6 +186,17 @@ def test_a_receiver_that_may_lack_fixed_tensors_gets_all(
     ranks.engine.version = 0
     ranks.publish()
     assert sent(num_bytes, ranks) == "all"
+
+
+def test_a_removed_engine_is_freed(make: Callable[..., TwoRanks]) -> None:
+    """Otherwise its weights would be in memory while the new engine is built."""
+    ranks = make()
+    for _ in range(2):
+        ranks.publish()
+    layout = weakref.ref(ranks.engine_sync.layout_of(ranks.engine))
+    ranks.engine_sync.remove_receiver(ranks.engine)
+    gc.collect()
+    assert layout() is None
 
 
 def test_an_engine_that_cannot_be_read_back_gets_all_tensors_with_every_version(make: Callable[..., TwoRanks]) -> None:
