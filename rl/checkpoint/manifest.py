@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from rl.common.files import UnsafeName, check_name
+from rl.config.schema import LoraConfig
+from rl.model.base_digest import BaseDigests
 
 FORMAT = 1
 KIND = "oneworld checkpoint"
@@ -39,7 +41,7 @@ class Slice(NamedTuple):
     """A part of a tensor, stored at byte `begin` of its file. JSON holds it as an array."""
 
     kind: str  # model, critic, master, groups, or the name of an optimizer moment
-    name: str  # the tensor's Hugging Face name
+    name: str  # the tensor's Hugging Face name, or PEFT's name of an adapter
     dtype: str  # safetensors name
     shape: tuple[int, ...]  # of the whole tensor
     offsets: tuple[int, ...]  # position of the slice's first element in the whole tensor
@@ -89,7 +91,9 @@ class Manifest:
     step: int
     save_id: str  # unique to one attempt to save, so that files of a killed attempt are never used
     saved_at: float  # Unix time of the leader's clock
-    state: dict[str, Any]  # version, data position, schedule of the rounds, optimizer steps, random generators, ...
+    state: dict[
+        str, Any
+    ]  # version, data position, schedule of the rounds, optimizer steps, random generators, ...
     config: dict[str, Any]
     placement: dict[str, Any]  # roles and host of every rank, and the checkpoint directory on each host
     files: tuple[File, ...]
@@ -103,6 +107,21 @@ class Manifest:
         if not all(isinstance(section, dict) for section in self.config.values()):
             raise ValueError("its config has entries outside of sections")
         msgspec.convert(self.placement.get("folders", {}), dict[str, str])
+        if self.lora.rank < 0 or self.lora.alpha < 1:
+            raise ValueError(f"adapters of rank {self.lora.rank} and alpha {self.lora.alpha}")
+        for base in self.bases.values():
+            for name in base.tensors:
+                check_name(name)
+
+    @property
+    def lora(self) -> LoraConfig:
+        """The adapters that the run trains. Their rank is 0 if it trains all weights."""
+        return msgspec.convert(self.config.get("model", {}).get("lora", {}), LoraConfig)
+
+    @property
+    def bases(self) -> dict[str, BaseDigests]:
+        """The base models of adapters: `model`, and `critic` if that has adapters too."""
+        return msgspec.convert(self.state.get("bases", {}), dict[str, BaseDigests])
 
     def slices(self, kind: str) -> dict[str, list[tuple[File, Slice]]]:
         """Return the slices of a kind, by tensor."""
