@@ -15,9 +15,11 @@ from rl.model.host_memory import HostBuffers
 
 
 class Offloader:
-    """Moves the storages of some tensors to host memory and back. The host buffers are allocated once."""
+    """Moves the storages of some tensors to host memory and back. The host buffers are allocated once. Tensors that are
+    `constant` are copied to host memory only once, by the first offload."""
 
-    def __init__(self, tensors: Iterable[Tensor]):
+    def __init__(self, tensors: Iterable[Tensor], constant: bool = False):
+        self._is_constant = constant
         self._storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
         devices = {storage.device for storage in self._storages.values() if storage.device.type == "cuda"}
         self._stream = torch.cuda.Stream(devices.pop()) if devices else None
@@ -32,7 +34,7 @@ class Offloader:
 
     def start_offload(self) -> None:
         """Start the copy to host memory. Until `offload` is called, the tensors may be read but not written."""
-        if self.is_offloaded:
+        if self.is_offloaded or (self._is_constant and self._is_copied):
             return
         with self._after_current_stream():
             for key, storage in self._storages.items():
@@ -51,7 +53,7 @@ class Offloader:
         for storage in self._storages.values():
             if storage.resizable():  # some CPU storages are not, for example one that is shared with numpy
                 storage.resize_(0)
-        self._offloaded, self._is_copied = set(self._storages), False
+        self._offloaded, self._is_copied = set(self._storages), self._is_constant
 
     def start_reload(self, tensors: Iterable[Tensor] | None = None) -> None:
         """Start to copy these tensors, or all, back to the device. Call `wait` before they are used."""

@@ -70,7 +70,8 @@ class ModelOptimizer:
 class AdamW(ModelOptimizer):
     def __init__(self, parameters: Sequence[nn.Parameter], config: ActorConfig, on_gpu: bool):
         betas, fused = (config.beta1, config.beta2), on_gpu or None  # also if parameters are kept in host memory
-        super().__init__(torch.optim.AdamW(parameters, 0.0, betas, config.eps, config.weight_decay, fused=fused))
+        group = {"params": list(parameters)}  # may be empty: Muon may have all parameters
+        super().__init__(torch.optim.AdamW([group], 0.0, betas, config.eps, config.weight_decay, fused=fused))
 
     def _state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         state = self.inner.state[parameter]
@@ -247,9 +248,10 @@ def orthogonal_update(rows: Tensor, parameter: nn.Parameter, lr: float, device: 
 def build_optimizer(
     model: nn.Module, in_layers: Collection[nn.Parameter], config: ActorConfig, device: torch.device
 ) -> ModelOptimizer:
-    """Build the optimizer of a sharded model, right after sharding. `in_layers` are the parameters of its layers."""
+    """Build the optimizer of a sharded model, right after sharding. `in_layers` are the parameters of its layers.
+    Frozen parameters get no state."""
     check_optimizer(config.optimizer)
-    parameters = list(model.parameters())
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if config.optimizer == "sgd":
         return SGD(parameters, config)
     if config.optimizer == "adamw_8bit":

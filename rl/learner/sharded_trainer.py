@@ -26,7 +26,8 @@ from rl.learner.optimizers import StatePart, build_optimizer, local
 from rl.model.flops import ModelFlops
 from rl.model.host_memory import to_device
 from rl.model.logprobs import hidden_size_of
-from rl.model.shards import LocalSlice, local_slices, reshard
+from rl.model.lora import trained_slices
+from rl.model.shards import LocalSlice, local_slices, named_parameters, reshard
 from rl.report.metrics import Measures
 from rl.watch.heart import HEART
 
@@ -81,18 +82,37 @@ class ShardedTrainer:
     def lr(self) -> float:
         return self._settings.lr * self._schedule(self.num_updates)
 
+    @property
+    def _prefix(self) -> str:
+        return "" if self.kind == "model" else f"{self.kind}_"
+
+    @property
+    def _base_kind(self) -> str:
+        """The kind of the weights under adapters. They never change, and are in no checkpoint."""
+        return f"{self._prefix}base"
+
+    @property
+    def weight_kinds(self) -> tuple[str, str]:
+        """The kinds of state that are weights. All others are moments."""
+        return self.kind, self._base_kind
+
     def _moments(self, parameter: nn.Parameter) -> Iterator[tuple[str, StatePart]]:
         """Yield the optimizer's state of a parameter, by its kind in a checkpoint."""
-        prefix = "" if self.kind == "model" else f"{self.kind}_"
         for of, part in self.optimizer.state_of(parameter).items():
-            yield prefix + of, part
+            yield self._prefix + of, part
 
-    def state_slices(self, with_moments: bool = True) -> list[tuple[str, LocalSlice]]:
+    def state_slices(self, with_moments: bool = True, with_frozen: bool = True) -> list[tuple[str, LocalSlice]]:
         """Return this rank's part of the training state as (kind, slice): parameters and buffers, then moments. Slices
-        are views of the trained tensors, or of their host copies while a kind is offloaded."""
-        parts = [(self.kind, part) for part in local_slices(self.model)]
+        are views of the trained tensors, or of their host copies while a kind is offloaded. Without `with_frozen`, the
+        weights under adapters are left out: a checkpoint does not hold them."""
+        trained = {part.info.name for part in trained_slices(self.model)}
+        parts = [
+            (self.kind if part.info.name in trained else self._base_kind, part)
+            for part in local_slices(self.model)
+            if with_frozen or part.info.name in trained
+        ]
         infos = {part.info.name: part.info for _, part in parts}
-        for name, parameter in self.model.named_parameters() if with_moments else ():
+        for name, parameter in named_parameters(self.model) if with_moments else ():
             if parameter.requires_grad:
                 for kind, moment in self._moments(parameter):
                     dtype = str(moment.data.dtype).removeprefix("torch.")
@@ -118,7 +138,7 @@ class ShardedTrainer:
     def start_offload(self) -> None:
         """Start to copy the moments to host memory; `offload` waits for it. Run no update in between."""
         for kind, offloader in self._offloaders.items():
-            if kind != self.kind:
+            if kind not in self.weight_kinds:
                 offloader.start_offload()
 
     def offload(self) -> None:
@@ -127,20 +147,22 @@ class ShardedTrainer:
         tensors: dict[str, list[Tensor]] = {}
         # Make no moments only to offload them. After the first update all trained parameters have moments.
         for kind, part in self.state_slices(with_moments=self.optimizer.has_state) if self.offloads else ():
-            if kind != self.kind or self._settings.offload != "moments":
+            if kind not in self.weight_kinds or self._settings.offload != "moments":
                 tensors.setdefault(kind, []).append(part.data)
         for kind, each in tensors.items():
             if kind not in self._offloaders:
-                self._offloaders[kind] = Offloader(each)
+                self._offloaders[kind] = Offloader(each, constant=kind == self._base_kind)
             self._offloaders[kind].offload()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # otherwise the allocator keeps the freed memory
 
     def reload(self) -> None:
         """Bring the weights back to the device. The moments follow shortly before an optimizer step."""
-        if self.kind in self._offloaders:
-            self._offloaders[self.kind].start_reload()
-            self._offloaders[self.kind].wait()
+        offloaders = [self._offloaders[kind] for kind in self.weight_kinds if kind in self._offloaders]
+        for offloader in offloaders:
+            offloader.start_reload()
+        for offloader in offloaders:
+            offloader.wait()
 
     def bytes_by_kind(self) -> dict[str, int]:
         """Return the sizes of this rank's weights, gradients and optimizer state, during an optimizer step. What is in
@@ -161,7 +183,8 @@ class ShardedTrainer:
     def bytes_present(self) -> int:
         """Return how many of these bytes are on the device now, before or after an optimizer step."""
         sizes = self.bytes_by_kind()
-        is_offloaded = any(each.is_offloaded for kind, each in self._offloaders.items() if kind != self.kind)
+        moments = [each for kind, each in self._offloaders.items() if kind not in self.weight_kinds]
+        is_offloaded = any(each.is_offloaded for each in moments)
         has_gradients = any(parameter.grad is not None for parameter in self.model.parameters())
         return sizes["weights"] + has_gradients * sizes["gradients"] + (not is_offloaded) * sizes["optimizer"]
 
@@ -238,7 +261,7 @@ class ShardedTrainer:
     def _reloading_moments(self) -> Iterator[None]:
         """Reload a layer's moments as soon as its backward pass has freed its activations, so that the device never
         holds both. The copies run in parallel with the backward passes of the preceding layers."""
-        offloaders = {kind: offloader for kind, offloader in self._offloaders.items() if kind != self.kind}
+        offloaders = {kind: each for kind, each in self._offloaders.items() if kind not in self.weight_kinds}
 
         def start_reload(parameters: list[nn.Parameter], gradient: Tensor) -> None:
             moments = [moment for parameter in parameters for moment in self._moments(parameter)]

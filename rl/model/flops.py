@@ -24,7 +24,8 @@ def peak_flops(gpu_name: str) -> float | None:
 class ModelFlops(NamedTuple):
     """What the operations of a model depend on."""
 
-    num_parameters: int
+    num_trained: int  # parameters
+    num_frozen: int  # parameters without a gradient, as under LoRA adapters
     attention_width: int  # layers x heads x size of a head
 
     @staticmethod
@@ -34,13 +35,17 @@ class ModelFlops(NamedTuple):
         heads = getattr(config, "num_attention_heads", 0)
         size = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
         width = getattr(config, "num_hidden_layers", 0) * heads * size
-        return ModelFlops(sum(parameter.numel() for parameter in model.parameters()), width)
+        counts = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+        num_trained = sum(count for count, is_trained in counts if is_trained)
+        return ModelFlops(num_trained, sum(count for count, _ in counts) - num_trained, width)
 
     def of_update(self, lengths: Sequence[int]) -> int:
         """Return the operations of the forward and backward passes of these sequences.
 
-        Each parameter takes 6 per token: one multiplication and one addition in the forward pass, and twice that in the
-        backward pass. Attention takes 6 x width per pair of tokens: two products of one multiplication and one addition
-        each, three times, for half of all pairs. Passes that are only repeated to save memory do not count.
+        A trained parameter takes 6 per token: one multiplication and one addition in the forward pass, and twice that
+        in the backward pass, for the gradients of inputs and of weights. A frozen one takes 4. Attention takes
+        6 x width per pair of tokens: two products of one multiplication and one addition each, three times, for half of
+        all pairs. Passes that are only repeated to save memory do not count.
         """
-        return 6 * self.num_parameters * sum(lengths) + 6 * self.attention_width * sum(each * each for each in lengths)
+        of_token = 6 * self.num_trained + 4 * self.num_frozen
+        return of_token * sum(lengths) + 6 * self.attention_width * sum(each * each for each in lengths)

@@ -73,18 +73,20 @@ class _TokenScores(torch.autograd.Function):
         return logprobs.clone(), entropy.clone(), reference_kl.clone()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, Tensor | None, None, None, None]:
         hidden, weight, targets, scores = ctx.saved_tensors
         grad_scores = torch.stack([torch.zeros_like(scores[0]) if grad is None else grad for grad in gradients])
         backward = _compile_on(hidden.device.type, _score_chunk_backward)
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        # A frozen head needs no gradient, which has the size of the head in float32.
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for part in _chunks(hidden.shape[0], weight.shape[0]):
             ref_logits, logits = _reference_logits(ctx.reference, part), hidden[part] @ weight.t()
             grad = backward(logits, targets[part], scores[:, part], grad_scores[:, part], ctx.temperature, ref_logits)
             grad_hidden[part] = grad @ weight
-            grad_weight += grad.t() @ hidden[part]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
+            if grad_weight is not None:
+                grad_weight += grad.t() @ hidden[part]
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
 
 
 def _reference_logits(reference: Reference | None, part: slice) -> Tensor | None:

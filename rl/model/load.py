@@ -1,7 +1,8 @@
 """Load a Hugging Face causal LM on a mesh: build it on the meta device, shard it with FSDP2, fill it from safetensors.
 
 No rank ever holds the whole model, because each reads only the rows that it owns. Parameters are float32 masters. With
-bfloat16, the forward and backward passes run in bfloat16, and gradients are reduced in float32.
+bfloat16, the forward and backward passes run in bfloat16, and gradients are reduced in float32. With LoRA, adapters are
+the masters, and the weights under them are stored as they are computed with.
 """
 
 import itertools
@@ -20,7 +21,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from rl.common.bars import BARS
 from rl.config.schema import ConfigError
 from rl.model import attention, rotary
+from rl.model.adapter_names import is_adapter
 from rl.model.logprobs import hidden_size_of, patch_forward, patch_forward_to_score
+from rl.model.lora import Adapters, initialize, inject
 from rl.model.shape import tensor_files
 from rl.model.shards import local_slices
 from rl.watch.compilation import mark_compilation
@@ -43,13 +46,16 @@ def load_model(
     mesh: DeviceMesh,
     device: torch.device,
     dtype: str,
-    trainable: bool,
+    trainable: bool | Adapters,
     filled: bool = True,
     compute: Compute = PLAIN,
     as_critic: bool = False,
 ) -> nn.Module:
-    """Build a sharded model. If `filled` is False, parameters and persistent buffers get no values, because a
-    checkpoint will fill them."""
+    """Build a sharded model. All of it is trainable, or nothing, or only the adapters that it gets and a critic's head.
+
+    If `filled` is False, parameters and persistent buffers get no values, because a checkpoint will fill them. Adapters
+    always have their first values.
+    """
     attention.register()
     config = AutoConfig.from_pretrained(folder, **({"tie_word_embeddings": False} if as_critic else {}))
     name = attention.VARLEN if device.type == "cuda" and dtype == "bfloat16" else attention.RAGGED
@@ -59,7 +65,10 @@ def load_model(
     own_head = _give_value_head(model) if as_critic else ""
     if not as_critic:
         patch_forward_to_score(model)
-    model.requires_grad_(trainable)
+    if isinstance(trainable, Adapters):
+        inject(model, trainable.config, dtype, own_head)
+    else:
+        model.requires_grad_(trainable)
     _set_compute(model, compute)
     _turn_dropout_off(model)
     if device.type == "cuda":
@@ -71,6 +80,8 @@ def load_model(
     _place_buffers(model, device)
     if filled:
         _fill_from_files(model, folder, mesh, own_head)
+    if isinstance(trainable, Adapters):
+        initialize(model, trainable, mesh)
     return model
 
 
@@ -158,8 +169,10 @@ def _place_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 def _fill_from_files(model: nn.Module, folder: Path, mesh: DeviceMesh, own_head: str) -> None:
-    """Fill this rank's slices from safetensors. A critic's head, which is in no file, starts at zero."""
-    files, parts = tensor_files(folder), {part.info.name: part for part in local_slices(model)}
+    """Fill this rank's slices from safetensors. A critic's head, which is in no file, starts at zero. Adapters are in
+    none either, and are left alone."""
+    files = tensor_files(folder)
+    parts = {part.info.name: part for part in local_slices(model) if not is_adapter(part.info.name)}
     if own_head:
         parts.pop(own_head).data.zero_()
     missing = [name for name in parts if name not in files]
@@ -187,8 +200,11 @@ def _fill_from_files(model: nn.Module, folder: Path, mesh: DeviceMesh, own_head:
 
 
 def fill_with_noise(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Fill a model with random weights of the usual size, to try out a run. Replicas get equal weights."""
+    """Fill a model with random weights of the usual size, to try out a run. Replicas get equal weights. Adapters keep
+    their first values."""
     for part in local_slices(model):
+        if is_adapter(part.info.name):
+            continue
         if len(part.info.shape) < 2:  # scales of norms, and biases, for which 1 does no harm
             part.data.fill_(1.0)
             continue

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rl.config.schema import ALL_LINEAR, ConfigError, LoraConfig
 from rl.model.adapter_names import ADAPTER, is_adapter
-from rl.model.shards import local_slices
+from rl.model.shards import LocalSlice, local_slices, named_parameters
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,15 @@ def _draw(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
 
 def has_adapters(model: nn.Module) -> bool:
     return any(is_adapter(name) for name, _ in model.named_parameters())
+
+
+def trained_slices(model: nn.Module) -> list[LocalSlice]:
+    """Return the slices that a checkpoint holds: those of trained tensors, or of all in a model without adapters."""
+    parts = list(local_slices(model))
+    if not has_adapters(model):
+        return parts
+    trained = {name for name, parameter in named_parameters(model) if parameter.requires_grad}
+    return [part for part in parts if part.info.name in trained]
 
 
 @contextmanager

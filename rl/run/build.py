@@ -38,7 +38,7 @@ from rl.rollout.sample_exchange import SampleExchange
 from rl.rollout.sampler import Sampler
 from rl.rollout.schedule import Schedule, ScheduleState, describe_lag, plan_schedule
 from rl.run.actor import Actor
-from rl.run.models import build_critic, build_learner, build_scorer, load_reference
+from rl.run.models import build_critic, build_learner, build_scorer, load_policy, reference_of
 from rl.run.open import Run
 from rl.run.record import begin_story
 from rl.run.reporter import Reporter
@@ -57,10 +57,10 @@ def build_actor(run: Run, trains: bool = True) -> Actor:
     HEART.describe(num_steps=config.train.num_steps if trains else 0)
     if run.data is not None and trains and not config.debug.dry_run:
         begin_story(run)
-    # Load the reference after the engine, which measures the free device memory while it is built.
-    reference = functools.cache(lambda: load_reference(run))
-    learner = build_learner(run, reference)
-    critic = build_critic(run)
+    policy = load_policy(run)
+    # Call this only after the engine is built, since the engine measures the free device memory then.
+    reference = reference_of(run, policy)
+    learner, critic = build_learner(run, policy, reference), build_critic(run)
     tensors = share_tensors(mail, run.placement, learner.model, config.model.dtype)
     # The engine must find as much free memory as it will have later, so the trainers are offloaded while it is built.
     offloaded = [part for part in (learner, critic) if part is not None and "rollout" in run.roles]

@@ -1,24 +1,42 @@
 """Build the models of a rank (policy, critic and reference), and the objects that compute logprobs."""
 
+import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from torch import nn
 
+from rl.config.schema import LoraConfig
 from rl.learner import scoring
 from rl.learner.critic import CriticTrainer
 from rl.learner.policy import PolicyTrainer
 from rl.learner.sharded_trainer import ShardedModel
 from rl.model.load import Compute, fill_with_noise, load_model
+from rl.model.lora import Adapters, BaseModel, has_adapters
 from rl.model.rotary import freeze_frequencies
 from rl.model.shape import has_weights
 from rl.run.open import Run
 from rl.sync.probe import probe_of_run
 
 
-def build_learner(run: Run, reference: Callable[[], nn.Module]) -> PolicyTrainer:
+def load_policy(run: Run) -> nn.Module:
+    """Load the model that actors train, without the weights of the checkpoint, if there is one."""
+    config = run.config
+    trainable, on_host = _trained_part(run, config.model.lora), config.actor.offload == "always"
+    return load(run, trainable, filled=run.resume is None, on_host=on_host)
+
+
+def reference_of(run: Run, policy: nn.Module) -> Callable[[], nn.Module]:
+    """Return a function that returns the reference policy. A policy with adapters has it inside. Otherwise, the first
+    call loads it."""
+    if has_adapters(policy):
+        base = BaseModel(policy)
+        return lambda: base
+    return functools.cache(lambda: load_reference(run))
+
+
+def build_learner(run: Run, model: nn.Module, reference: Callable[[], nn.Module]) -> PolicyTrainer:
     config, algo = run.config, run.config.algo
-    model = load(run, trainable=True, filled=run.resume is None, on_host=config.actor.offload == "always")
     num_updates = config.train.num_steps * algo.num_epochs * algo.num_mini_batches
     is_leader = run.world.rank == run.placement.leader
     return PolicyTrainer(
@@ -36,8 +54,8 @@ def build_critic(run: Run) -> CriticTrainer | None:
         return None
     folder = run.models.get("critic.path", run.model_folder)
     is_saved = run.resume is not None and run.resume.has_critic
-    on_host = config.critic_offload == "always"
-    model = load(run, trainable=True, filled=not is_saved, folder=folder, as_critic=True, on_host=on_host)
+    trainable, on_host = _trained_part(run, config.critic_lora), config.critic_offload == "always"
+    model = load(run, trainable, filled=not is_saved, folder=folder, as_critic=True, on_host=on_host)
     return CriticTrainer(ShardedModel(model, run.groups.actor_pg, run.world.device), config)
 
 
@@ -46,7 +64,8 @@ def build_scorer(run: Run, learner: PolicyTrainer, reference: Callable[[], nn.Mo
     if run.placement.scorers:
         return scoring.RemoteScorer(run.world.mail, run.placement.scorers, fields)
     models = scoring.local_models(config.algo, learner.model, reference)
-    offloads_reference = config.reference_offload == "rollout"
+    # The reference inside of a policy with adapters is offloaded by the learner.
+    offloads_reference = config.reference_offload == "rollout" and not has_adapters(learner.model)
     return scoring.LocalScorer(_scoring_models(run, models), fields, run.groups.actor_pg, offloads_reference)
 
 
@@ -71,16 +90,22 @@ def load_reference(run: Run) -> nn.Module:
     return load(run, trainable=False, on_host=offload == "always")
 
 
+def _trained_part(run: Run, lora: LoraConfig) -> bool | Adapters:
+    """Return what is trained of a model, for `load`: its adapters, or True for all of it."""
+    return Adapters(lora, run.config.run.seed) if lora.is_set else True
+
+
 def load(
     run: Run,
-    trainable: bool,
+    trainable: bool | Adapters,
     filled: bool = True,
     folder: Path | None = None,
     as_critic: bool = False,
     on_host: bool = False,
 ) -> nn.Module:
-    """Load a model, sharded over the ranks of its mesh. With `filled` False, a checkpoint brings its weights later.
-    With `on_host`, its weights are in host memory at all times."""
+    """Load a model, sharded over the ranks of its mesh. With `filled` False, a checkpoint brings its weights later. It
+    brings only what is trained, so the weights under adapters are always filled. With `on_host`, weights are in host
+    memory at all times."""
     mesh = run.groups.actor_mesh or run.groups.scorer_mesh
     assert mesh is not None
     config = run.config
@@ -90,6 +115,7 @@ def load(
     recomputed = config.critic_recompute if as_critic else config.actor.recompute
     compute = Compute(compiled, recomputed, on_host=is_cuda if is_sampling else on_host)
     dtype, folder = config.model.dtype, folder or run.model_folder
+    filled = filled or isinstance(trainable, Adapters)
     is_made_up = filled and config.debug.dry_run and not has_weights(folder)
     filled = filled and not is_made_up
     model = load_model(folder, mesh, run.world.device, dtype, trainable, filled, compute, as_critic)

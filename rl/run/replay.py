@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,7 +40,7 @@ from rl.report.describe import describe
 from rl.report.metrics import Measures
 from rl.report.rows import METRICS, ROLLOUTS, read_metrics
 from rl.run.find_models import RECORD
-from rl.run.models import build_critic, build_learner, load
+from rl.run.models import build_critic, build_learner, load_policy, reference_of
 from rl.run.open import Run
 from rl.run.reporter import rollout_file
 from rl.world.world import World
@@ -322,9 +322,16 @@ def _why_no_loss(saved: SavedStep) -> str:
         path = saved.folder / "checkpoints" / step_folder(before)
         keep = "checkpoint.save_interval=1 and a larger checkpoint.keep_last keep the checkpoint of every step"
         return f"there is no whole checkpoint in {path}; {keep}"
-    if saved.checkpoint is None and not resolve_path(saved.config.model.path).is_dir() and not _commits(saved):
-        return f"step 1 starts from model.path, and there is no folder {saved.config.model.path} here"
+    model = saved.config.model
+    if _needs_model_files(saved) and not resolve_path(model.path).is_dir() and not _commits(saved):
+        what = "the checkpoint holds only adapters to" if saved.checkpoint is not None else "step 1 starts from"
+        return f"{what} the model of model.path, and there is no folder {model.path} here; copy the model to it"
     return ""
+
+
+def _needs_model_files(saved: SavedStep) -> bool:
+    """Return whether the weights of model.path are needed. A checkpoint has them, unless it holds only adapters."""
+    return saved.checkpoint is None or saved.config.model.lora.is_set
 
 
 def _commits(saved: SavedStep) -> dict[str, str]:
@@ -337,7 +344,7 @@ def _model_folder(saved: SavedStep, setting: str, path: str) -> Path:
     """Return the folder of a model: a local one, else the configs in the checkpoint, else from the hub."""
     if resolve_path(path).is_dir():
         return resolve_path(path)
-    if setting == "model.path" and saved.checkpoint is not None:
+    if setting == "model.path" and not _needs_model_files(saved):
         return saved.folder / "checkpoints" / step_folder(saved.step - 1) / "hf"
     return download(setting, path, _commits(saved)[path])
 
@@ -345,8 +352,8 @@ def _model_folder(saved: SavedStep, setting: str, path: str) -> Path:
 def _update(saved: SavedStep, processes: Groups) -> dict[str, float]:
     """Run the update of the step with the weights of the step before. Return its metrics."""
     run = _open(saved, processes)
-    load_reference = cache(lambda: load(run, trainable=False))
-    learner, critic = build_learner(run, load_reference), build_critic(run)
+    policy = load_policy(run)
+    learner, critic = build_learner(run, policy, reference_of(run, policy)), build_critic(run)
     if run.resume is not None:
         restore(learner, critic, run.resume, run.store, run.placement)
     assert saved.kl_coef is not None
@@ -364,7 +371,8 @@ def _open(saved: SavedStep, processes: Groups) -> Run:
     actor = dataclasses.replace(saved.config.actor, offload="none", compile=False, recompute="none", num_replicas=1)
     rollout = dataclasses.replace(saved.config.rollout, max_mismatch_kl=0.0)  # compared, but no reason to stop
     critic = dataclasses.replace(saved.config.critic, offload="none", recompute="none")
-    config = dataclasses.replace(saved.config, actor=actor, critic=critic, rollout=rollout)
+    reference = dataclasses.replace(saved.config.reference, offload="none")
+    config = dataclasses.replace(saved.config, actor=actor, critic=critic, reference=reference, rollout=rollout)
     models = {setting: _model_folder(saved, setting, path) for setting, path in config.model_paths.items()}
     world = cast(World, SimpleNamespace(rank=0, device=torch.device("cpu")))
     store = cast(CheckpointStore, _LocalFiles())

@@ -16,6 +16,7 @@ from rl.checkpoint.resume import SliceReader, fill
 from rl.common.text import count_of
 from rl.data.trajectory_files import trajectory_folder
 from rl.evaluation.evaluation import Evaluation, is_evaluation_due, show_evaluation
+from rl.model.lora import trained_slices
 from rl.model.shards import local_slices
 from rl.report.metrics_writer import MetricsWriter
 from rl.report.rows import read_metrics
@@ -24,7 +25,7 @@ from rl.rollout.balance import Balancer
 from rl.rollout.collect import Rollouts
 from rl.rollout.sampler import Sampler
 from rl.run.build import build_evaluation, build_sampler, error_if_all_fail
-from rl.run.models import load
+from rl.run.models import load_policy
 from rl.run.open import Run
 from rl.run.serve import build_rollout_service, build_sync
 from rl.sync.weights import WeightSource, WeightSync, share_tensors
@@ -137,9 +138,9 @@ def build_rollout_lead(run: Run) -> RolloutLead:
 
 def _load_weights(run: Run) -> nn.Module:
     """Load the weights of the checkpoint, or of the model if there is none."""
-    model, resume = load(run, trainable=False, filled=run.resume is None), run.resume
+    model, resume = load_policy(run), run.resume
     if resume is not None:
         with run.world.stage("resume"):
             node_lead = run.placement.nodes.lead_of(run.world.rank)
-            fill([("model", part) for part in local_slices(model)], SliceReader(resume, run.store, node_lead), 0, 1)
+            fill([("model", part) for part in trained_slices(model)], SliceReader(resume, run.store, node_lead), 0, 1)
     return model
