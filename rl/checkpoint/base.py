@@ -17,22 +17,17 @@ from rl.watch.heart import HEART
 BITS = 64  # of a digest
 
 
-def digest_base(model: nn.Module, path: str, folder: Path, pg: dist.ProcessGroup | None) -> BaseDigests | None:
-    """Return the digests of a model's frozen tensors, or None if it has no adapters.
-
-    The ranks of `pg` share the work, so all of them call this. Without `pg`, this rank does all of it. `folder` holds
-    the model that the setting `path` names.
-    """
+def digest_base(model: nn.Module, path: str, folder: Path, pg: dist.ProcessGroup) -> BaseDigests | None:
+    """Return the digests of a model's frozen tensors, or None if it has no adapters. The ranks of `pg` share the work,
+    so all of them call this. `folder` holds the model that the setting `path` names."""
     trained = {part.info.name for part in trained_slices(model)}
     dtypes = {part.info.name: part.info.dtype for part in local_slices(model) if part.info.name not in trained}
     if not dtypes:
         return None
-    rank, num_ranks = (dist.get_rank(pg), dist.get_world_size(pg)) if pg is not None else (0, 1)
-    own = digest_tensors(folder, dtypes, rank, num_ranks)
+    own = digest_tensors(folder, dtypes, dist.get_rank(pg), dist.get_world_size(pg))
     digests = torch.tensor([_to_signed(own.get(name, "0")) for name in dtypes])
-    if pg is not None:
-        with HEART.in_collective("actor"):
-            dist.all_reduce(digests, group=pg)  # each digest is 0 on all ranks but one
+    with HEART.in_collective("actor"):
+        dist.all_reduce(digests, group=pg)  # each digest is 0 on all ranks but one
     texts = [f"{value % (1 << BITS):016x}" for value in digests.tolist()]
     return BaseDigests(path, {name: FrozenTensor(dtypes[name], text) for name, text in zip(dtypes, texts)})
 
@@ -46,6 +41,11 @@ def _to_signed(digest: str) -> int:
 def check_same_base(manifest: Manifest, bases: Mapping[str, BaseDigests]) -> None:
     """Raise ConfigError if the checkpoint's adapters belong to other models than `bases`."""
     saved = manifest.bases
+    if "model" in bases and "model" not in saved:
+        raise ConfigError(
+            f"the manifest of step {manifest.step} does not name the base model of its adapters, so it is damaged. "
+            "Restore it from another node or a backup, or resume from an older step with checkpoint.resume=PATH"
+        )
     for kind in saved.keys() & bases.keys():
         before, now = saved[kind], bases[kind]
         difference = before.find_difference({name: tensor.digest for name, tensor in now.tensors.items()})

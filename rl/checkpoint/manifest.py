@@ -91,9 +91,7 @@ class Manifest:
     step: int
     save_id: str  # unique to one attempt to save, so that files of a killed attempt are never used
     saved_at: float  # Unix time of the leader's clock
-    state: dict[
-        str, Any
-    ]  # version, data position, schedule of the rounds, optimizer steps, random generators, ...
+    state: dict[str, Any]  # version, data position, schedule of the rounds, optimizer steps, random generators, ...
     config: dict[str, Any]
     placement: dict[str, Any]  # roles and host of every rank, and the checkpoint directory on each host
     files: tuple[File, ...]
