@@ -5,6 +5,7 @@ process, so that a start costs no imports. The leader appends what happened to t
 went on from and the digest of the whole state there, then loss and digest of every step.
 """
 
+import importlib
 import json
 import os
 import signal
@@ -197,6 +198,8 @@ def fork_world(job: Job, killed: int = -1, kill: Callable[[], None] | None = Non
 
 
 def main(jobs: list[Job]) -> None:
+    if any(setting.startswith("model.lora") for job in jobs for setting in job.settings):
+        importlib.import_module("peft")  # takes seconds, so before the forks
     outcomes = []
     for job in jobs:
         output = Path(f"{job.log}.output")

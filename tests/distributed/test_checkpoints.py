@@ -185,7 +185,7 @@ def test_adapters_resume_at_any_number_of_ranks(
     refused, accepted = worlds(*last)
     assert not refused["ended"] and accepted["ended"], accepted["output"][-4000:]
     assert "step 8 holds adapters of another base model (its model.norm.weight differs)" in refused["output"]
-    (full,) = worlds(replace(last[1], num_steps=10, settings=[f"model.path={model}", f"model.dtype={dtype}"]))
+    (full,) = worlds(replace(second, num_steps=10, settings=[f"model.path={model}", f"model.dtype={dtype}"]))
     assert not full["ended"] and "set model.lora.rank=2" in full["output"]
 
 
