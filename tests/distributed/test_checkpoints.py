@@ -179,10 +179,9 @@ def test_adapters_resume_at_any_number_of_ranks(
     (copied / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": dict.fromkeys(plain, "renamed.safetensors")})
     )
-    last = [
-        Job(str(folder), [shared] * 2, 9, str(tmp_path / "last.log"), settings=chosen) for folder in (other, copied)
-    ]
-    refused, accepted = worlds(*last)
+    first = Job(str(other), [shared] * 2, 9, str(tmp_path / "last.log"), settings=chosen)
+    second = replace(first, model=str(copied))
+    refused, accepted = worlds(first, second)
     assert not refused["ended"] and accepted["ended"], accepted["output"][-4000:]
     assert "step 8 holds adapters of another base model (its model.norm.weight differs)" in refused["output"]
     (full,) = worlds(replace(second, num_steps=10, settings=[f"model.path={model}", f"model.dtype={dtype}"]))
