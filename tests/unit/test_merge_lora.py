@@ -401,7 +401,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
             for name, parameter in model.named_parameters():
                 if is_adapter(name):
                     if dtype == "float32":
-                        adapters[plain_name(name)] = parameter.uniform_(-0.3, 0.3).numpy()
+                        adapters[plain_name(name)] = parameter.uniform_(-0.6, 0.6).numpy()
                     parameter.copy_(torch.from_numpy(adapters[plain_name(name)]))
             logits[dtype] = model(tokens[None]).logits[0].float()
     return Policy(folder, adapters, tokens, logits)
