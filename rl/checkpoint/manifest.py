@@ -21,6 +21,7 @@ from rl.model.base_digest import BaseDigests
 FORMAT = 1
 KIND = "oneworld checkpoint"
 MANIFEST, COMMITTED, PROBE = "manifest.json", "COMMITTED", "probe.safetensors"
+MERGE_RECORD = "merge.json"  # says what a merged model was made from
 GROUPS = "groups"  # the kind of the slices that hold sampled groups, and the begin of their files' names
 STEP_FOLDER = re.compile(r"step_([0-9]{1,18})")
 ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")  # of a run or a save

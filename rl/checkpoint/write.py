@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rl.checkpoint import shard_file
 from rl.checkpoint.directory import CheckpointDirectory
-from rl.checkpoint.manifest import GROUPS, PROBE, TORCH_DTYPES, File, Slice
+from rl.checkpoint.manifest import GROUPS, MERGE_RECORD, PROBE, TORCH_DTYPES, File, Slice
 from rl.checkpoint.snapshot import Snapshot
 from rl.checkpoint.store import MESSAGE_BYTES, CheckpointStore
 from rl.common.bars import BARS
@@ -43,9 +43,10 @@ class RunDescription:
 
 
 def read_hf_files(model_folder: Path, dtype: str) -> dict[str, bytes]:
-    """Return the config and tokenizer files of a model. The config gets this dtype."""
+    """Return the config and tokenizer files of a model, which may be a merged one. The config gets this dtype."""
     paths = sorted(path for pattern in HF_FILES for path in model_folder.glob(pattern))
-    files = {path.name: path.read_bytes() for path in paths if not path.name.endswith(".index.json")}
+    kept = [path for path in paths if not path.name.endswith(".index.json") and path.name != MERGE_RECORD]
+    files = {path.name: path.read_bytes() for path in kept}
     config = json.loads(files["config.json"]) | {"dtype": dtype}
     return files | {"config.json": json.dumps(config, indent=2).encode()}
 
