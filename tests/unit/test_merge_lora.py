@@ -380,11 +380,11 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
     torch.manual_seed(0)
     shape = LlamaConfig(
         vocab_size=37,
-        hidden_size=32,
-        intermediate_size=48,
+        hidden_size=64,
+        intermediate_size=96,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
         max_position_embeddings=64,
         eos_token_id=1,
         tie_word_embeddings=True,
