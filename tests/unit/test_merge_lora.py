@@ -241,7 +241,7 @@ def test_a_corrupt_shard_of_adapters_is_read_from_the_other_copy(
     made = write_checkpoint(folders, ADAPTERS, 2, copies=2, config=config, hf_files=HF_FILES, bases=bases)
     path = made.step_folder(0) / made.shard(0).name
     change_bit(path, "model.layers.0.self_attn.q_proj.lora_B.weight")
-    assert "is corrupt (the bytes of model.layers.0.self_attn.q_proj.lora_B.weight differ" in failure(folders[0])
+    assert "is corrupt: the bytes of model.layers.0.self_attn.q_proj.lora_B.weight differ" in failure(folders[0])
     merge(folders[0], "--nodes", folders[1])
     assert "is corrupt" in capsys.readouterr().err
     wanted = expected("float32", "float32", "")
