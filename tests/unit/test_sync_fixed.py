@@ -1,6 +1,8 @@
 """Fixed tensors of a model with adapters: they are sent only to receivers that lack them, and proven in every sync."""
 
+import gc
 import queue
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -32,6 +34,7 @@ from tests.mails import connected
 
 SHAPE = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 LORA = LoraConfig(rank=2, alpha=4, targets=["q_proj", "down_proj"])
+WAIT_S = 20.0  # limit on waits for the other rank
 FIXED = "model.embed_tokens.weight"
 
 
@@ -64,13 +67,14 @@ class TwoRanks:
     def __init__(self, mails: Sequence[Mailbox], folder: Path, mesh: DeviceMesh, engine: FakeEngine, verify: Any):
         self.model, self.mesh, self.engine, self.round = load_adapted(folder, mesh, LORA, "float32"), mesh, engine, 0
         self.files, self.tensors = load_file(folder / "model.safetensors"), transferred_tensors(self.model, "float32")
-        placement, config = plan({"actor": "0", "rollout": "1"}, 1, 2), SyncConfig(probe_interval=0, verify=verify)
+        placement = plan({"actor": "0", "rollout": "1"}, 1, 2)
+        config = SyncConfig(probe_interval=0, verify=verify, join_timeout_s=WAIT_S)
         sync_plan, pgs = Plan(tuple(self.tensors), (0,), (1,), bucket_bytes=2000), [None]
         settings = SyncSettings(placement, sync_plan, pgs, config, CPU, make_probe(32, 16, limit=1e-3))
         source = WeightSource(self.model, partial(local_slices, self.model))
         self._mail, self._thread = mails[1], ThreadPoolExecutor(1)
         there = self._thread.submit(WeightSync, mails[1], settings, None, [engine])
-        self.sync, self.engine_sync = WeightSync(mails[0], settings, source, []), there.result(20)
+        self.sync, self.engine_sync = WeightSync(mails[0], settings, source, []), there.result(WAIT_S)
 
     def publish(self, again: bool = False) -> None:
         """Publish a version with other adapters, or the same one again. Check what the engine holds then."""
@@ -83,7 +87,7 @@ class TwoRanks:
                 fill_adapters(self.model, self.mesh, self.round)
                 self.sync.publish(step=1)
         finally:
-            error = there.exception(20)
+            error = there.exception(WAIT_S)
         assert error is None
         for info in self.tensors:
             held = self.engine.memory[info.name]
@@ -125,7 +129,7 @@ def num_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             sizes.append(buffer.nbytes)
             on_the_way.put(buffer.clone())
         else:
-            buffer.copy_(on_the_way.get(timeout=20))
+            buffer.copy_(on_the_way.get(timeout=WAIT_S))
         return []
 
     monkeypatch.setattr(BucketTransfer, "_broadcast", broadcast)
@@ -182,6 +186,17 @@ def test_a_receiver_that_may_lack_fixed_tensors_gets_all(
     ranks.engine.version = 0
     ranks.publish()
     assert sent(num_bytes, ranks) == "all"
+
+
+def test_a_removed_engine_is_freed(make: Callable[..., TwoRanks]) -> None:
+    """Otherwise its weights would be in memory while the new engine is built."""
+    ranks = make()
+    for _ in range(2):
+        ranks.publish()
+    layout = weakref.ref(ranks.engine_sync.layout_of(ranks.engine))
+    ranks.engine_sync.remove_receiver(ranks.engine)
+    gc.collect()
+    assert layout() is None
 
 
 def test_an_engine_that_cannot_be_read_back_gets_all_tensors_with_every_version(make: Callable[..., TwoRanks]) -> None:
