@@ -52,8 +52,10 @@ def write_checkpoint(
     copies: int = 1,
     config: Mapping[str, Any] | None = None,
     hf_files: Mapping[str, bytes] = HF_FILES,
+    bases: Mapping[str, Any] | None = None,
 ) -> Made:
-    """`cut` says which boxes of a tensor lie in each shard. Scalars lie in the first."""
+    """`cut` says which boxes of a tensor lie in each shard. Scalars lie in the first. `bases` names the base models of
+    adapters."""
     about = {"run_id": run_id, "step": step, "save_id": save_id}
     places = [folder / "checkpoints" / step_folder(step) for folder in folders]
     for place in places:
@@ -82,7 +84,7 @@ def write_checkpoint(
     settings = {"model": {"path": "base", "dtype": "float32"}, "checkpoint": {"hub_name": ""}, **(config or {})}
     places_by_host = {f"node{node}": str(folder / "checkpoints") for node, folder in enumerate(folders)}
     placement = {"hosts": [*places_by_host], "folders": places_by_host}
-    state = {"version": step + 1, "num_updates": step}
+    state = {"version": step + 1, "num_updates": step} | ({"bases": bases} if bases else {})
     saved_at = 1.7e9 + step
     ordered = tuple(sorted(files, key=lambda file: file.name))
     manifest = Manifest(run_id, folders[0].name, step, save_id, saved_at, state, settings, placement, ordered)

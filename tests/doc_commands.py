@@ -135,6 +135,7 @@ ELSEWHERE = (
         ),
         "scancel JOB": ("tests/e2e/test_launch_slurm.py", "scancel"),
         "scancel --signal=USR1 JOB": ("tests/e2e/test_launch_slurm.py", '"--signal=USR1"'),
+        "python tools/merge_checkpoint.py runs/x --adapter": ("tests/unit/test_merge_lora.py", "--adapter"),
         "python tools/merge_checkpoint.py --upload": ("tests/distributed/test_merge_upload.py", "--upload"),
         "python tools/merge_checkpoint.py runs/x --step 200 --nodes node1:/data/runs/x,node2:/data/runs/x --upload "
         "org/name": ("tests/distributed/test_merge_gather.py", "--nodes"),

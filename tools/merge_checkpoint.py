@@ -2,11 +2,13 @@
 
     python tools/merge_checkpoint.py --upload           newest step of the newest run -> YOU/RUN on the hub, private
     python tools/merge_checkpoint.py runs/x             newest step -> runs/x/merged/step_N
+    python tools/merge_checkpoint.py runs/x --adapter   adapters of a run with model.lora, without their base model
     python tools/merge_checkpoint.py runs/x --step 200 --nodes node1:/data/runs/x,node2:/data/runs/x --upload org/name
 
 find --> check that it is complete --> gather from other nodes --> merge, check digests --> [logits] --> [upload]
 
-Only --verify-logits needs torch; a GPU is never needed. If the command is killed, the same command continues.
+Only --verify-logits needs torch (and peft for adapters); a GPU is never needed. If the command is killed, the same
+command continues.
 """
 
 import argparse
@@ -38,7 +40,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add = parser.add_argument
     add("run", nargs="?", type=Path, help="a run, its step_N, or a folder of runs (the newest is taken); default: runs")
     add("--step", type=int, help="default: the newest committed step")
-    add("--output", type=Path, help="folder of the result; default: RUN/merged/step_N")
+    add("--output", type=Path, help="folder of the result; default: RUN/merged/step_N, or step_N-adapter")
+    add("--adapter", action="store_true", help="with model.lora: export only the adapters, in the format of PEFT")
+    base = "with model.lora: folder of the model that the run was started with; default: the run's model.path"
+    add("--base", type=Path, metavar="FOLDER", help=base)
     nodes = "HOST:FOLDER,... of the run on other nodes; an entry without a host is a folder here; "
     add("--nodes", default="", help=f"{nodes}default: what is not here comes from the hosts that the step records")
     add("--nodes-file", type=Path, help="file with such entries, one a line")
@@ -60,6 +65,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     args = parser.parse_args(arguments)
     if args.upload is None and (args.public or args.revision):
         parser.error("--public and --revision only apply to an upload; add --upload")
+    if args.adapter and args.base and not args.verify_logits:
+        parser.error("--adapter needs no base model; leave out --base, or add --verify-logits")
     if args.upload and args.run is None and Path(args.upload).is_dir():
         parser.error(f"--upload takes a name on the hub, but {args.upload} is a folder: name the run before --upload")
     if (args.nodes or args.nodes_file) and args.run is None:

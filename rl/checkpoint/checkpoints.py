@@ -155,7 +155,9 @@ class Checkpoints:
         trainers = [self._learner] if self._critic is None else [self._learner, self._critic]
         snapshot = Snapshot(
             step=step,
-            parts=[part for each in trainers for part in each.state_slices()] if self._saver.is_owner else (),
+            parts=[part for each in trainers for part in each.state_slices(with_frozen=False)]
+            if self._saver.is_owner
+            else (),
             rank_state=rank_state,
             state={**state, "best": self._best._asdict() if self._best else None},
             steps_to_keep=frozenset(steps_to_keep({*self._saver.steps, step}, self._best, self._config)),

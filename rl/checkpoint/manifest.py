@@ -15,10 +15,13 @@ from typing import Any, NamedTuple
 import msgspec
 
 from rl.common.files import UnsafeName, check_name
+from rl.config.schema import LoraConfig
+from rl.model.base_digest import BaseDigests
 
 FORMAT = 1
 KIND = "oneworld checkpoint"
 MANIFEST, COMMITTED, PROBE = "manifest.json", "COMMITTED", "probe.safetensors"
+MERGE_RECORD = "merge.json"  # says what a merged model was made from
 GROUPS = "groups"  # the kind of the slices that hold sampled groups, and the begin of their files' names
 STEP_FOLDER = re.compile(r"step_([0-9]{1,18})")
 ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")  # of a run or a save
@@ -39,7 +42,7 @@ class Slice(NamedTuple):
     """A part of a tensor, stored at byte `begin` of its file. JSON holds it as an array."""
 
     kind: str  # model, critic, master, groups, or the name of an optimizer moment
-    name: str  # the tensor's Hugging Face name
+    name: str  # the tensor's Hugging Face name, or PEFT's name of an adapter
     dtype: str  # safetensors name
     shape: tuple[int, ...]  # of the whole tensor
     offsets: tuple[int, ...]  # position of the slice's first element in the whole tensor
@@ -103,6 +106,21 @@ class Manifest:
         if not all(isinstance(section, dict) for section in self.config.values()):
             raise ValueError("its config has entries outside of sections")
         msgspec.convert(self.placement.get("folders", {}), dict[str, str])
+        if self.lora.rank < 0 or self.lora.alpha < 1:
+            raise ValueError(f"adapters of rank {self.lora.rank} and alpha {self.lora.alpha}")
+        for base in self.bases.values():
+            for name in base.tensors:
+                check_name(name)
+
+    @property
+    def lora(self) -> LoraConfig:
+        """The adapters that the run trains. Their rank is 0 if it trains all weights."""
+        return msgspec.convert(self.config.get("model", {}).get("lora", {}), LoraConfig)
+
+    @property
+    def bases(self) -> dict[str, BaseDigests]:
+        """The base models of adapters: `model`, and `critic` if that has adapters too."""
+        return msgspec.convert(self.state.get("bases", {}), dict[str, BaseDigests])
 
     def slices(self, kind: str) -> dict[str, list[tuple[File, Slice]]]:
         """Return the slices of a kind, by tensor."""

@@ -112,6 +112,7 @@ def agree_on_resume(mail: Mailbox, placement: Placement, store: CheckpointStore,
         found = find_checkpoint(store, config.checkpoint.resume)
         if found is not None:
             check_same_optimizer(found.manifest, config)
+            check_same_lora(found.manifest, config)
         store.create_roots(found.manifest.run_id if found is not None and found.is_own else secrets.token_hex(8))
         whole = found.to_payload() if found is not None else b""
         small = found.without_files().to_payload() if found is not None else b""
@@ -163,6 +164,7 @@ def preview_resume(root: Path, config: Config) -> Resume | None:
     found = choose_checkpoint(store, own, resume)
     if found is not None:
         check_same_optimizer(found.manifest, config)
+        check_same_lora(found.manifest, config)
     return found
 
 
@@ -181,6 +183,45 @@ def check_same_optimizer(manifest: Manifest, config: Config) -> None:
             f"actor.beta1: got {own.beta1:g}, but step {manifest.step} was saved with sgd and actor.beta1="
             f"{saved.get('beta1'):g}; momentum cannot be switched on or off in a run. Set actor.beta1 as before"
         )
+
+
+def check_same_lora(manifest: Manifest, config: Config) -> None:
+    """Raise ConfigError if the checkpoint holds other adapters than those that this run trains."""
+    saved, own, step = manifest.lora, config.model.lora, manifest.step
+    merge = "merge the checkpoint with tools/merge_checkpoint.py, and give the result as model.path of a new run"
+    if saved.is_set and not own.is_set:
+        raise ConfigError(
+            f"model.lora.rank: got 0, but step {step} holds adapters and no other weights; set model.lora.rank="
+            f"{saved.rank}. To train all weights from here, {merge}"
+        )
+    if own.is_set and not saved.is_set:
+        raise ConfigError(
+            f"model.lora.rank: got {own.rank}, but step {step} was saved without adapters; set model.lora.rank=0. To "
+            f"train adapters from here, {merge}"
+        )
+    if not own.is_set:
+        return
+    for name, before, now in (
+        ("rank", saved.rank, own.rank),
+        ("alpha", saved.alpha, own.alpha),
+        ("targets", sorted(saved.targets), sorted(own.targets)),
+    ):
+        if before != now:
+            text = f"[{','.join(before)}]" if isinstance(before, list) else str(before)
+            raise ConfigError(
+                f"model.lora.{name}: got {now}, but the adapters of step {step} were trained with {before}; set "
+                f"model.lora.{name}={text}. To change adapters, {merge}"
+            )
+    has_lora = manifest.config.get("critic", {}).get("lora", True)
+    if config.algo.has_critic and manifest.slices("critic") and has_lora != config.critic.lora:
+        raise ConfigError(
+            f"critic.lora: got {_yaml(config.critic.lora)}, but the critic of step {step} was trained with "
+            f"{_yaml(has_lora)}; set critic.lora={_yaml(has_lora)}"
+        )
+
+
+def _yaml(value: bool) -> str:
+    return "true" if value else "false"
 
 
 def _rename_old_roots(store: CheckpointStore, own: Listings) -> Listings:
@@ -369,11 +410,11 @@ def restore(
     reader = SliceReader(resume, store, placement.nodes.lead_of(rank))
     state = resume.manifest.state
     shard, num_shards = placement.shard_of(rank), len(placement.owners)
-    fill(learner.state_slices(), reader, shard, num_shards)
+    fill(learner.state_slices(with_frozen=False), reader, shard, num_shards)
     learner.restore_schedule(state["num_updates"])
     learner.restore_kl_coef(state.get("kl_coef", learner.kl_coef))
     if critic is not None and resume.has_critic:  # otherwise the critic is new, and starts from its model
-        fill(critic.state_slices(), reader, shard, num_shards)
+        fill(critic.state_slices(with_frozen=False), reader, shard, num_shards)
         critic.restore_schedule(state["num_critic_updates"])
     generators = state["actors"].get(str(placement.actors.index(rank)))
     if generators is not None:  # otherwise the world has grown, and this rank keeps its own state

@@ -89,6 +89,7 @@ class Saver:
         self._saved_at = 0.0  # Unix time of the newest save
         self._world, self._mail, self._placement = world, world.mail, placement
         self._store, self._run, self._copies = store, run, copies
+        self._bases = msgspec.to_builtins(run.bases)
         self._writer = CheckpointWriter(store, placement, world.rank, run, copies)
         self._copier = HostCopier(world.device)
         self._work: queue.SimpleQueue[tuple[int, Callable[[], None]]] = queue.SimpleQueue()  # (step, task)
@@ -216,13 +217,14 @@ class Saver:
         hosts = [store.hosts[placement.nodes.node_of(rank)] for rank in range(placement.world_size)]
         # A resume takes the newest save, so the time must increase even if the clock was set back.
         self._saved_at = max(time.time(), self._saved_at + 1e-3)
+        state = snapshot.state | {"actors": ranks} | ({"bases": self._bases} if self._bases else {})
         return Manifest(
             run_id=store.run_id,
             run_name=self._run.name,
             step=snapshot.step,
             save_id=self._save_id(snapshot.step),
             saved_at=self._saved_at,
-            state=snapshot.state | {"actors": ranks},
+            state=state,
             config=self._run.config,
             placement={"roles": placement.roles, "hosts": hosts, "owners": placement.owners, "folders": store.folders},
             files=tuple(sorted(files, key=lambda file: file.name)),

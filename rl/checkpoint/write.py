@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,12 @@ from torch import Tensor
 
 from rl.checkpoint import shard_file
 from rl.checkpoint.directory import CheckpointDirectory
-from rl.checkpoint.manifest import GROUPS, PROBE, TORCH_DTYPES, File, Slice
+from rl.checkpoint.manifest import GROUPS, MERGE_RECORD, PROBE, TORCH_DTYPES, File, Slice
 from rl.checkpoint.snapshot import Snapshot
 from rl.checkpoint.store import MESSAGE_BYTES, CheckpointStore
 from rl.common.bars import BARS
+from rl.model.adapter_names import is_adapter
+from rl.model.base_digest import BaseDigests
 from rl.model.shards import TensorInfo
 from rl.placement.roles import Placement
 from rl.watch.heart import HEART
@@ -37,12 +39,14 @@ class RunDescription:
     config: dict[str, Any]
     tensors: tuple[TensorInfo, ...]  # in the dtypes of the merged model
     hf_files: dict[str, bytes]  # config and tokenizer files of the merged model
+    bases: dict[str, BaseDigests] = field(default_factory=dict)  # of adapters, by the kind of their weights
 
 
 def read_hf_files(model_folder: Path, dtype: str) -> dict[str, bytes]:
-    """Return the config and tokenizer files of a model. The config gets this dtype."""
+    """Return the config and tokenizer files of a model, which may be a merged one. The config gets this dtype."""
     paths = sorted(path for pattern in HF_FILES for path in model_folder.glob(pattern))
-    files = {path.name: path.read_bytes() for path in paths if not path.name.endswith(".index.json")}
+    kept = [path for path in paths if not path.name.endswith(".index.json") and path.name != MERGE_RECORD]
+    files = {path.name: path.read_bytes() for path in kept}
     config = json.loads(files["config.json"]) | {"dtype": dtype}
     return files | {"config.json": json.dumps(config, indent=2).encode()}
 
@@ -80,7 +84,8 @@ class CheckpointWriter:
         for (kind, part), flat in zip(snapshot.parts, pieces, strict=True):
             info = part.info
             first, end = info.rows(shard, num_shards)
-            dtypes = {kind: exported[info.name] if kind == "model" else info.dtype}
+            is_exported = kind == "model" and not is_adapter(info.name)
+            dtypes = {kind: exported[info.name] if is_exported else info.dtype}
             if dtypes[kind] != info.dtype:
                 dtypes["master"] = info.dtype
             for stored, dtype in dtypes.items() if first < end else ():

@@ -33,26 +33,31 @@ ADVANTAGES = {
 LOSSES = {"clip": "clipped-ratio", "gspo": "GSPO", "cispo": "CISPO"}
 
 
-def model_card(manifest: Manifest, metrics: Sequence[Mapping[str, Any]], dtype: str) -> dict[str, bytes]:
+def model_card(
+    manifest: Manifest, metrics: Sequence[Mapping[str, Any]], dtype: str, is_adapter: bool = False
+) -> dict[str, bytes]:
     """Return the card's files, by name: README.md, and the picture of the reward curve if there are values to draw.
 
-    `metrics` are the rows of the run's metrics.jsonl. Rows after the checkpoint's step are ignored.
+    `metrics` are the rows of the run's metrics.jsonl. Rows after the checkpoint's step are ignored. With `is_adapter`,
+    the card is for adapters without their base model.
     """
     series = _series(metrics, manifest.step)
     rewards, accuracies = series.get(REWARD, []), series.get(ACCURACY, [])
     files = {}
     if rewards or accuracies:
         files[PICTURE] = draw_curve(f"{manifest.run_name}, step {manifest.step}", rewards, accuracies)
-    config = _without_paths(manifest.config)
+    config = without_location(manifest.config)
     path = str(manifest.config.get("model", {}).get("path", ""))
     is_on_hub = HUB_NAME.fullmatch(path) and not resolve_path(path).exists()
-    front: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    library = "peft" if is_adapter else "transformers"
+    front: dict[str, Any] = {"library_name": library, "pipeline_tag": "text-generation"}
     front |= {"tags": ["oneworld", "reinforcement-learning"]} | ({"base_model": path} if is_on_hub else {})
-    origin = f"[{path}](https://huggingface.co/{path})" if is_on_hub else _code(_without_paths(path))
+    origin = f"[{path}](https://huggingface.co/{path})" if is_on_hub else _code(without_location(path))
+    made = f"Adapters (LoRA) of {origin}, trained" if is_adapter else f"Trained from {origin}"
     parts = [
         f"---\n{_yaml(front)}---",
         f"# {html.escape(_plain(manifest.run_name))}, step {manifest.step}",
-        f"Trained from {origin} with reinforcement learning{_algorithm(manifest)} by oneworld.",
+        f"{made} with reinforcement learning{_algorithm(manifest)} by oneworld.",
         _overview(manifest, dtype),
         _figures(manifest, series) if series else "The run's metrics were not found.",
         f"![reward by step]({PICTURE})" if PICTURE in files else "The reward curve was not found.",
@@ -86,6 +91,8 @@ def _overview(manifest: Manifest, dtype: str) -> str:
         "saved": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(manifest.saved_at)),
         "weights": dtype,
     }
+    if (lora := manifest.lora).is_set:
+        rows["adapters"] = f"rank {lora.rank}, alpha {lora.alpha}, of {_plain(', '.join(lora.targets))}"
     return _table(["", ""], rows.items())
 
 
@@ -113,15 +120,15 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *rows])
 
 
-def _without_paths(value: Any) -> Any:
+def without_location(value: Any) -> Any:
     """Return a setting with paths shortened to their last part."""
     if isinstance(value, Mapping):
-        names = [_without_paths(str(name)) for name in value]  # data.train may map paths to weights
+        names = [without_location(str(name)) for name in value]  # data.train may map paths to weights
         if len(set(names)) < len(names):
             names = [f"{number}. {name}" for number, name in enumerate(names, start=1)]
-        return {name: _without_paths(entry) for name, entry in zip(names, value.values())}
+        return {name: without_location(entry) for name, entry in zip(names, value.values())}
     if isinstance(value, list | tuple):
-        return [_without_paths(entry) for entry in value]
+        return [without_location(entry) for entry in value]
     return PurePosixPath(value).name if isinstance(value, str) and LOCATION.match(value) else value
 
 

@@ -1,6 +1,8 @@
 """Compare the merged model's logits with those of the policy at the time of the save. Imports torch."""
 
+import warnings
 from pathlib import Path
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -13,20 +15,25 @@ from rl.export.errors import MergeError
 LIMITS = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05}
 
 
-def compare_logits(folder: Path, probe: bytes, trained_in: str, merged_in: str) -> float:
-    """Return the relative difference of the logits. Raise if rounding does not explain it.
+def compare_logits(folder: Path, probe: bytes, trained_in: str, merged_in: str, base: Path | None = None) -> float:
+    """Return the relative difference of the logits. Raise if rounding does not explain it. With `base`, the folder
+    holds adapters of the model there.
 
     This detects a wrong config and missing or misplaced tensors. Digests detect corrupt bytes.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         stored = safetensors.torch.load(probe)
+        dtype = "auto" if base is None else getattr(torch, trained_in)
         model, report = AutoModelForCausalLM.from_pretrained(
-            folder, dtype="auto", output_loading_info=True, trust_remote_code=False
+            base or folder, dtype=dtype, output_loading_info=True, trust_remote_code=False
         )
-        unexpected = [f"{what} {sorted(names)}" for what, names in report.items() if names and what.endswith("_keys")]
+        kinds = ("missing_keys", "mismatched_keys") if base is not None else report  # others' files may hold more
+        unexpected = [f"{what} {sorted(report[what])}" for what in kinds if report[what] and what.endswith("_keys")]
         if unexpected:
-            raise MergeError(f"the weights in {folder} do not match its config.json: {', '.join(unexpected)}")
+            raise MergeError(f"the weights in {base or folder} do not match its config.json: {', '.join(unexpected)}")
+        if base is not None:
+            model = _with_adapters(model, folder)
         with torch.no_grad():
             logits = model.to(device).eval()(stored["tokens"].to(device).unsqueeze(0)).logits[0].float().cpu()
     except MergeError:
@@ -45,3 +52,16 @@ def compare_logits(folder: Path, probe: bytes, trained_in: str, merged_in: str) 
             f"explains at most {limit}. Do not use this model; please report this with the folder's config.json"
         )
     return difference
+
+
+def _with_adapters(model: Any, folder: Path) -> Any:
+    """Add the adapters in a folder to a model, as their users do."""
+    from peft import PeftModel  # takes seconds
+
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        adapted = PeftModel.from_pretrained(model, folder)
+    missing = [str(each.message) for each in warned if "missing adapter keys" in str(each.message)]
+    if missing:
+        raise MergeError(f"the adapters in {folder} do not match its adapter_config.json: {missing[0]}")
+    return adapted

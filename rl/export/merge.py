@@ -9,18 +9,20 @@ import time
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from rl.checkpoint.manifest import PROBE, step_folder
 from rl.checkpoint.shard_file import digest
 from rl.common.text import count_of, format_bytes
+from rl.export.adapters import BaseModelFiles, adapter_files, base_of, is_of_base, lay_out_adapters
 from rl.export.card import model_card
 from rl.export.errors import MergeError, warn
 from rl.export.find import Checkpoint, CheckpointNotFound, find_checkpoint, is_model_shard, resolve_request
 from rl.export.folders import LocalFolder, Place
 from rl.export.gather import Gatherer
-from rl.export.plan import index_of, lay_out, read_tensors
+from rl.export.plan import OutputFile, index_of, lay_out, read_tensors
 from rl.export.upload import HubRepository, name_for_run
 from rl.export.work_folder import RECORD, WorkFolder, find_gathered, read_record
 from rl.export.write import CorruptFile, Merger, OpenFiles
@@ -34,7 +36,7 @@ DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 class MergeOptions:
     run: Path  # a run, its step_N, or a folder of runs
     step: int | None  # None means the newest committed step
-    output: Path | None  # None means RUN/merged/step_N
+    output: Path | None  # None means RUN/merged/step_N, or step_N-adapter
     nodes: Sequence[Place] | None  # None means the hosts that the checkpoint records
     ssh: Sequence[str]  # command for those hosts
     dtype: str | None  # None keeps the dtypes that were saved
@@ -46,6 +48,11 @@ class MergeOptions:
     upload: str | None  # name on the hub; "" means checkpoint.hub_name or the run's name, None no upload
     revision: str
     public: bool
+    adapter: bool = False  # export the adapters (LoRA) without their base model
+    base: Path | None = None  # folder of that model; None means the run's model.path
+
+    def default_name(self, step: int) -> str:
+        return f"{step_folder(step)}-adapter" if self.adapter else step_folder(step)
 
 
 def merge_checkpoint(options: MergeOptions) -> None:
@@ -58,7 +65,7 @@ def merge_checkpoint(options: MergeOptions) -> None:
         gathered = find_gathered(results, run / "merged")
         checkpoint = find_checkpoint(root, step, gathered, options.nodes or [], options.ssh)
     except CheckpointNotFound:
-        finished = output or results / step_folder(options.step or 0)
+        finished = output or results / options.default_name(options.step or 0)
         record = read_record(finished)
         if options.upload is None or not record or options.step not in (None, record["step"]):
             raise
@@ -76,8 +83,9 @@ def merge_checkpoint(options: MergeOptions) -> None:
     saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.saved_at))
     title = f"step {manifest.step} of {manifest.run_name}, saved {saved}"
     size = format_bytes(sum(file.num_bytes for file in shards))
-    print_and_go_on(f"{title}: {count_of(len(shards), 'shard')} of the model, {size}, in {run}")
-    merge = CheckpointMerge(checkpoint, run, output or results / step_folder(manifest.step), options)
+    what = "adapters" if manifest.lora.is_set else "the model"
+    print_and_go_on(f"{title}: {count_of(len(shards), 'shard')} of {what}, {size}, in {run}")
+    merge = CheckpointMerge(checkpoint, run, output or results / options.default_name(manifest.step), options)
     hub_name = manifest.config.get("checkpoint", {}).get("hub_name", "")
     hub = _name_hub(options, hub_name, manifest.run_name, manifest.run_id)  # fails before any slow work
     merge.prepare()
@@ -119,8 +127,13 @@ class CheckpointMerge:
     def __init__(self, checkpoint: Checkpoint, run_folder: Path, output: Path, options: MergeOptions):
         manifest = checkpoint.manifest
         self._checkpoint, self._run_folder, self._options = checkpoint, run_folder, options
-        self._outputs = lay_out(read_tensors(manifest, DTYPES.get(options.dtype or "")), options.max_shard_bytes)
-        self._dtype = options.dtype or manifest.config["model"]["dtype"]
+        self._has_adapters = manifest.lora.is_set
+        if not self._has_adapters and (options.adapter or options.base):
+            raise MergeError(
+                f"step {manifest.step} of {manifest.run_name} has no adapters, since the run trained all weights; "
+                f"leave out {'--adapter' if options.adapter else '--base'}"
+            )
+        self._dtype = options.dtype or ("float32" if options.adapter else manifest.config["model"]["dtype"])
         record = {
             "run_id": manifest.run_id,
             "run": manifest.run_name,
@@ -130,7 +143,22 @@ class CheckpointMerge:
             "max_shard_size": options.max_shard_bytes,
             "verified": options.verify_digests,
         }
+        if self._has_adapters:
+            record |= {"result": "adapters" if options.adapter else "merged model", "base": base_of(manifest).digest}
         self._work = WorkFolder(output, record)
+
+    @cached_property
+    def _base(self) -> BaseModelFiles:
+        return BaseModelFiles.find(self._checkpoint.manifest, self._options.base)
+
+    @cached_property
+    def _outputs(self) -> list[OutputFile]:
+        """The files to write. A finished result is found without them, since they need the base model of adapters."""
+        manifest, dtype = self._checkpoint.manifest, DTYPES.get(self._options.dtype or "")
+        if self._options.adapter:
+            return lay_out_adapters(manifest, dtype)
+        tensors = self._base.tensors(dtype) if self._has_adapters else read_tensors(manifest, dtype)
+        return lay_out(tensors, self._options.max_shard_bytes)
 
     def prepare(self) -> None:
         """Check that all files can be reached and that the result fits on the disk. Say what will be done."""
@@ -150,6 +178,8 @@ class CheckpointMerge:
             print_and_go_on(f"{will} gather {count_of(len(remote), 'file')}, {size}, from {', '.join(hosts)}")
         else:
             print_and_go_on(f"{will} gather nothing, because all files are on this machine")
+        if self._has_adapters and not self._options.adapter:
+            print_and_go_on(f"{will} add the adapters to the model in {self._base.folder}")
         files = count_of(len(self._outputs), "file")
         print_and_go_on(f"{will} merge into {output}: {files}, {format_bytes(needed)} to write in all")
         self._work.check_space(needed)
@@ -183,12 +213,14 @@ class CheckpointMerge:
                         Merger(opened, self._work.model, options.verify_digests, count).write(self._outputs)
                     break
                 except CorruptFile as error:
+                    if is_of_base(error.file):
+                        raise self._base.explain(error) from None
                     opened.close(error.file)
                     warn(checkpoint.mark_corrupt(error.file, error.reason))
                     checkpoint.check_complete()
         if len(self._outputs) > 1:
             files["model.safetensors.index.json"] = index_of(self._outputs)
-        files |= model_card(checkpoint.manifest, self._read_metrics(), self._dtype)
+        files |= model_card(checkpoint.manifest, self._read_metrics(), self._dtype, options.adapter)
         for name, data in files.items():
             self._work.write(name, data)
         self._work.publish()
@@ -201,6 +233,8 @@ class CheckpointMerge:
         for file in self._checkpoint.model_files:
             if file.name not in opened.handles and file.name not in remote:
                 opened.add(file, self._checkpoint.local_path(file))
+        if self._has_adapters and not self._options.adapter:
+            self._base.open(self._outputs, opened)
 
     def _read_model_files(self, opened: OpenFiles) -> dict[str, bytes]:
         """Return the small files of the model, such as config and tokenizer."""
@@ -219,7 +253,7 @@ class CheckpointMerge:
             config = json.loads(files["config.json"])
             config |= {name: dtype for name in ("dtype", "torch_dtype") if name == "dtype" or name in config}
             files["config.json"] = json.dumps(config, indent=2).encode()
-        return files
+        return adapter_files(self._checkpoint.manifest, files) if self._options.adapter else files
 
     def _read_metrics(self) -> list[dict[str, Any]]:
         """Return the run's metrics from the first place that has them. Lines that are not valid JSON are skipped."""
@@ -254,5 +288,9 @@ class CheckpointMerge:
                 f"no reachable place holds {PROBE} of step {checkpoint.manifest.step}, so no logits to compare "
                 f"with. It is written one update after the step, on the node of the first actor. {output} is complete"
             )
-        difference = compare_logits(output, data, checkpoint.manifest.config["model"]["dtype"], self._dtype)
+        base = self._base if self._options.adapter else None
+        if base is not None:
+            base.check()
+        trained_in = checkpoint.manifest.config["model"]["dtype"]
+        difference = compare_logits(output, data, trained_in, self._dtype, base.folder if base else None)
         print_and_go_on(f"logits equal those of the policy at the save: relative difference {difference:.2g}")

@@ -14,6 +14,7 @@ from rl.checkpoint.manifest import ITEM_BYTES, CheckpointError, File, Manifest, 
 from rl.checkpoint.shard_file import pack_header
 
 FLOATS = ("F32", "F16", "BF16")
+BASE = "base"  # the kind of the slices that lie in the files of a base model, not in a shard
 
 
 @dataclass(frozen=True)
@@ -25,10 +26,21 @@ class MergedTensor:
     shape: tuple[int, ...]
     slices: tuple[tuple[File, Slice], ...]
     begin: int = 0  # first byte in the output file
+    trained_as: str = ""  # dtype to which the run rounded the stored values; empty if they are what it had
+    delta: "Delta | None" = None  # to add to the values
 
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What the adapters of a layer add to its weight: scale x B x A."""
+
+    a: MergedTensor  # [rank, columns]
+    b: MergedTensor  # [rows, rank]
+    scale: float
 
 
 @dataclass(frozen=True)
@@ -43,7 +55,8 @@ class OutputFile:
 
 
 def read_tensors(manifest: Manifest, dtype: str | None) -> list[MergedTensor]:
-    """Return the model's tensors in the order of the model. `dtype` replaces the dtype of floating-point tensors."""
+    """Return the saved tensors in the order of the model: its weights, or its adapters if only they are trained.
+    `dtype` replaces the dtype of floating-point tensors."""
     found, title = manifest.slices("model"), f"step {manifest.step} of {manifest.run_name}"
     if not found:
         raise CheckpointError(f"the manifest of {title} lists no slices of a model, so it is incomplete")
@@ -116,10 +129,11 @@ def lay_out(tensors: Sequence[MergedTensor], max_bytes: int) -> list[OutputFile]
         room -= tensor.num_bytes
     names = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
     names = names if len(groups) > 1 else ["model.safetensors"]
-    return [_output(name, group) for name, group in zip(names, groups)]
+    return [lay_out_file(name, group) for name, group in zip(names, groups)]
 
 
-def _output(name: str, tensors: Sequence[MergedTensor]) -> OutputFile:
+def lay_out_file(name: str, tensors: Sequence[MergedTensor]) -> OutputFile:
+    """Give each tensor its place in a file."""
     ordered = sorted(tensors, key=lambda tensor: -ITEM_BYTES[tensor.dtype])  # for alignment
     entries = [(tensor.name, tensor.dtype, tensor.shape, tensor.num_bytes) for tensor in ordered]
     header = pack_header({"format": "pt"}, entries)

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from rl.common.credentials import hide_credentials
 from rl.common.files import UnsafeName, join_inside
 from rl.common.text import count_of
+from rl.export.adapters import ADAPTER_CONFIG
 from rl.export.errors import MergeError, warn
 from rl.export.work_folder import RECORD, read_record
 from rl.model.hub import client_with_timeouts, describe, http_status, is_temporary
@@ -262,5 +263,6 @@ def may_write(org: Mapping[str, Any]) -> bool:
 
 
 def is_model_weights(name: str) -> bool:
-    """Return whether a file holds weights of the repository's model. Files in folders belong to the user."""
-    return "/" not in name and name.endswith(WEIGHTS)
+    """Return whether a file holds weights of the repository's model, or says that they are adapters. Files in folders
+    belong to the user."""
+    return "/" not in name and (name.endswith(WEIGHTS) or name == ADAPTER_CONFIG)

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rl.checkpoint.manifest import COMMITTED, MANIFEST, File, step_folder
+from rl.checkpoint.manifest import COMMITTED, MANIFEST, MERGE_RECORD, File, step_folder
 from rl.checkpoint.shard_file import rename_durably, sync_folder
 from rl.common.files import join_inside, write_atomically
 from rl.common.text import format_bytes
@@ -26,7 +26,7 @@ from rl.export.find import Checkpoint
 from rl.export.folders import LocalFolder
 from rl.export.plan import OutputFile
 
-RECORD, SHARDS = "merge.json", "shards"
+RECORD, SHARDS = MERGE_RECORD, "shards"
 
 
 class WorkFolder:

@@ -1,10 +1,12 @@
 """Write the output files: stream bytes in chunks from the shards to their places, several tensors in parallel.
 
-If no digest is checked and no dtype converted, the kernel copies the bytes. Otherwise each slice is read from its first
-byte to its last through a buffer, and its digest is computed on the way.
+If no digest is checked and no value changes, the kernel copies the bytes. Otherwise each slice is read from its first
+byte to its last through a buffer, and its digest is computed on the way. The bytes of a base model are always checked:
+adapters make sense only on the model that they were trained on.
 """
 
 import errno
+import math
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -12,6 +14,7 @@ from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, ThreadPo
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from rl.checkpoint.manifest import ITEM_BYTES, CheckpointError, File, Manifest, Slice
@@ -19,13 +22,14 @@ from rl.checkpoint.shard_file import check_shard, rename_durably
 from rl.common.files import join_inside
 from rl.export.convert import Bytes, OutOfRange, convert
 from rl.export.errors import MergeError, partial_path
-from rl.export.plan import MergedTensor, OutputFile
+from rl.export.plan import BASE, MergedTensor, OutputFile
 
 CHUNK_BYTES, KERNEL_CHUNK_BYTES = 4 << 20, 64 << 20
 NUM_WORKERS = 4
 # The filesystems do not support a copy in the kernel. EIO: read and write calls then tell which of the two failed.
 NO_KERNEL_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EIO)
 Progress = Callable[[int], object]
+Floats = npt.NDArray[np.float32]
 
 
 class CorruptFile(MergeError):
@@ -34,6 +38,14 @@ class CorruptFile(MergeError):
     def __init__(self, file: str, reason: str):
         super().__init__(f"{file}: {reason}")
         self.file, self.reason = file, reason
+
+
+class OtherBytes(CorruptFile):
+    """The bytes of a slice differ from those that were saved."""
+
+    def __init__(self, file: str, name: str):
+        super().__init__(file, f"the bytes of {name} differ from those that were saved")
+        self.name = name
 
 
 class OpenFiles:
@@ -51,7 +63,7 @@ class OpenFiles:
             raise CorruptFile(file.name, "it is gone; a run deletes its old steps, see checkpoint.keep_every") from None
         except OSError as error:
             raise CorruptFile(file.name, f"it cannot be opened: {error.strerror}") from None
-        if file.slices:
+        if any(part.kind != BASE for part in file.slices):
             try:
                 check_shard(file, lambda begin, num_bytes: self.read(file.name, begin, num_bytes), self._about)
             except CheckpointError as error:
@@ -123,8 +135,9 @@ class Merger:
     def _copy_tensor(self, tensor: MergedTensor, target: int) -> None:
         begin = tensor.begin
         try:
+            factors = self._read_factors(tensor)
             for file, part in tensor.slices:
-                self._copy_slice(file, part, tensor.dtype, target, begin)
+                self._copy_slice(tensor, file, part, factors, target, begin)
                 begin += part.num_bytes // ITEM_BYTES[part.dtype] * ITEM_BYTES[tensor.dtype]
         except OutOfRange as error:
             raise MergeError(f"{tensor.name}: {error}; choose a --dtype with a wider range") from None
@@ -132,28 +145,60 @@ class Merger:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(target, tensor.begin, tensor.num_bytes, os.POSIX_FADV_DONTNEED)
 
-    def _copy_slice(self, file: File, part: Slice, dtype: str, target: int, begin: int) -> None:
-        width, written_width = ITEM_BYTES[part.dtype], ITEM_BYTES[dtype]
+    def _copy_slice(
+        self,
+        tensor: MergedTensor,
+        file: File,
+        part: Slice,
+        factors: tuple[Floats, Floats] | None,
+        target: int,
+        begin: int,
+    ) -> None:
+        width, written_width = ITEM_BYTES[part.dtype], ITEM_BYTES[tensor.dtype]
+        is_checked = self._verify or part.kind == BASE
+        is_plain = not is_checked and factors is None and {part.dtype, tensor.trained_as} <= {tensor.dtype, ""}
         hasher = xxhash.xxh3_64()
-        buffer = np.empty(min(CHUNK_BYTES, part.num_bytes), np.uint8)
+        row_bytes = max(math.prod(part.size[1:]) * width, 1) if factors else 1  # adapters are added to whole rows
+        buffer = np.empty(min(max(CHUNK_BYTES // row_bytes, 1) * row_bytes, part.num_bytes), np.uint8)
         done = 0
         while done < part.num_bytes:
             if self._stop.is_set():
                 raise CancelledError
             source, place = part.begin + done, begin + done * written_width // width  # the kernel may split an element
-            is_plain = not self._verify and dtype == part.dtype
             count = self._copy_in_kernel(file, source, target, place, part.num_bytes - done) if is_plain else 0
             if not count:
                 chunk = buffer[: part.num_bytes - done]
                 self._files.read_into(chunk, file.name, source)
-                if self._verify:
+                if is_checked:
                     hasher.update(chunk.data)
-                _write_at(target, (chunk if dtype == part.dtype else convert(chunk, part.dtype, dtype)).data, place)
+                added = None
+                if factors is not None:
+                    first = part.offsets[0] + done // row_bytes
+                    added = factors[0][first : first + chunk.size // row_bytes] @ factors[1]
+                _write_at(target, _change(tensor, part, chunk, added).data, place)
                 count = chunk.size
             self._progress(count * written_width // width)
             done += count
-        if self._verify and hasher.hexdigest() != part.digest:
-            raise CorruptFile(file.name, f"the bytes of {part.name} differ from those that were saved")
+        if is_checked and hasher.hexdigest() != part.digest:
+            raise OtherBytes(file.name, part.name)
+
+    def _read_factors(self, tensor: MergedTensor) -> tuple[Floats, Floats] | None:
+        """Return scale x B and A of the tensor's adapters, if it has any."""
+        if tensor.delta is None:
+            return None
+        b, a = (self._read_floats(matrix) for matrix in (tensor.delta.b, tensor.delta.a))
+        return np.float32(tensor.delta.scale) * b, a
+
+    def _read_floats(self, tensor: MergedTensor) -> Floats:
+        """Return the whole of a tensor in float32."""
+        pieces = [np.empty(0, np.uint8)]
+        for file, part in tensor.slices:
+            data = np.empty(part.num_bytes, np.uint8)
+            self._files.read_into(data, file.name, part.begin)
+            if self._verify and xxhash.xxh3_64_hexdigest(data.data) != part.digest:
+                raise OtherBytes(file.name, part.name)
+            pieces.append(convert(data, part.dtype, "F32"))
+        return np.concatenate(pieces).view(np.float32).reshape(tensor.shape)
 
     def _copy_in_kernel(self, file: File, source: int, target: int, place: int, num_bytes: int) -> int:
         """Return how many bytes the kernel copied: 0 at the end of the file, or if the filesystems lack such a copy."""
@@ -166,6 +211,17 @@ class Merger:
                     raise
                 self._has_kernel_copy = False
         return 0
+
+
+def _change(tensor: MergedTensor, part: Slice, chunk: Bytes, added: Floats | None) -> Bytes:
+    """Return the bytes to write for a chunk of a slice. `added` is added to its elements."""
+    dtype = part.dtype
+    if tensor.trained_as not in ("", dtype):
+        chunk, dtype = convert(chunk, dtype, tensor.trained_as), tensor.trained_as
+    if added is not None:
+        added += convert(chunk, dtype, "F32").view(np.float32).reshape(added.shape)
+        chunk, dtype = added.reshape(-1).view(np.uint8), "F32"
+    return chunk if dtype == tensor.dtype else convert(chunk, dtype, tensor.dtype)
 
 
 def _write_at(handle: int, view: memoryview, begin: int) -> None:

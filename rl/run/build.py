@@ -26,6 +26,7 @@ from rl.learner.critic import CriticTrainer
 from rl.learner.overlap import OverlappedUpdate, why_overlap_waits
 from rl.learner.policy import PolicyTrainer
 from rl.learner.scoring import Scorer
+from rl.model.base_digest import BaseDigests
 from rl.model.shards import TensorInfo
 from rl.report.health import Finding
 from rl.rewards.find import read_rules
@@ -38,7 +39,7 @@ from rl.rollout.sample_exchange import SampleExchange
 from rl.rollout.sampler import Sampler
 from rl.rollout.schedule import Schedule, ScheduleState, describe_lag, plan_schedule
 from rl.run.actor import Actor
-from rl.run.models import build_critic, build_learner, build_scorer, load_policy, reference_of
+from rl.run.models import build_critic, build_learner, build_scorer, digest_bases, load_policy, reference_of
 from rl.run.open import Run
 from rl.run.record import begin_story
 from rl.run.reporter import Reporter
@@ -62,6 +63,7 @@ def build_actor(run: Run, trains: bool = True) -> Actor:
     # Call this only after the engine is built, since the engine measures the free device memory then.
     reference = reference_of(run, policy)
     learner, critic = build_learner(run, policy, reference), build_critic(run)
+    bases = digest_bases(run, policy, critic)
     tensors = share_tensors(mail, run.placement, learner.model, config.model.dtype)
     # The engine must find as much free memory as it will have later, so the trainers are offloaded while it is built.
     offloaded = [part for part in (learner, critic) if part is not None and "rollout" in run.roles]
@@ -78,7 +80,7 @@ def build_actor(run: Run, trains: bool = True) -> Actor:
             restore(learner, critic, resume, run.store, run.placement)
     start_step, num_steps = run.start_step, config.train.num_steps
     last_step = start_step + (run.stored is not None) if run.phase.name == "update" else num_steps
-    checkpoints = build_checkpoints(run, learner, tensors, critic, last_step)
+    checkpoints = build_checkpoints(run, learner, tensors, critic, last_step, bases)
     hidden_size = AutoConfig.from_pretrained(run.model_folder).get_text_config().hidden_size
     balancer = Balancer(mail, run.groups.actor_pg, run.placement.actors, hidden_size)
     own, scorer = own_advantage(config.algo), build_scorer(run, learner, reference)
@@ -158,11 +160,12 @@ def build_checkpoints(
     tensors: list[TensorInfo],
     critic: CriticTrainer | None = None,
     last_step: int | None = None,
+    bases: dict[str, BaseDigests] | None = None,
 ) -> Checkpoints:
     """Build the checkpoints of a command. Its last step is always saved. By default, that is the last of the run."""
     config = run.config
     hf_files = read_hf_files(run.model_folder, config.model.dtype)
-    description = RunDescription(run.folder.name, dataclasses.asdict(config), tuple(tensors), hf_files)
+    description = RunDescription(run.folder.name, dataclasses.asdict(config), tuple(tensors), hf_files, bases or {})
     saver = Saver(run.world, run.placement, run.store, description, config.checkpoint.copies)
     last_step = config.train.num_steps if last_step is None else last_step
     last_step = 0 if config.debug.dry_run else last_step  # a dry run does not save it

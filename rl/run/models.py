@@ -6,11 +6,13 @@ from pathlib import Path
 
 from torch import nn
 
+from rl.checkpoint.base import check_same_base, digest_base
 from rl.config.schema import LoraConfig
 from rl.learner import scoring
 from rl.learner.critic import CriticTrainer
 from rl.learner.policy import PolicyTrainer
 from rl.learner.sharded_trainer import ShardedModel
+from rl.model.base_digest import BaseDigests
 from rl.model.load import Compute, fill_with_noise, load_model
 from rl.model.lora import Adapters, BaseModel, has_adapters
 from rl.model.rotary import freeze_frequencies
@@ -57,6 +59,22 @@ def build_critic(run: Run) -> CriticTrainer | None:
     trainable, on_host = _trained_part(run, config.critic_lora), config.critic_offload == "always"
     model = load(run, trainable, filled=not is_saved, folder=folder, as_critic=True, on_host=on_host)
     return CriticTrainer(ShardedModel(model, run.groups.actor_pg, run.world.device), config)
+
+
+def digest_bases(run: Run, policy: nn.Module, critic: CriticTrainer | None = None) -> dict[str, BaseDigests]:
+    """Return the base models of adapters, as a checkpoint names them: of `model` and `critic`. Raise ConfigError if the
+    checkpoint that the run resumes from has adapters of others. Called on all actors."""
+    config, pg = run.config, run.groups.actor_pg
+    if config.debug.dry_run:  # it saves nothing, and the model may have no weights
+        return {}
+    found = {"model": digest_base(policy, config.model.path, run.model_folder, pg)}
+    if critic is not None:
+        folder = run.models.get("critic.path", run.model_folder)
+        found["critic"] = digest_base(critic.model, config.critic.path or config.model.path, folder, pg)
+    bases = {kind: base for kind, base in found.items() if base is not None}
+    if run.resume is not None:
+        check_same_base(run.resume.manifest, bases)
+    return bases
 
 
 def build_scorer(run: Run, learner: PolicyTrainer, reference: Callable[[], nn.Module]) -> scoring.Scorer:

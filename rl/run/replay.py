@@ -40,7 +40,7 @@ from rl.report.describe import describe
 from rl.report.metrics import Measures
 from rl.report.rows import METRICS, ROLLOUTS, read_metrics
 from rl.run.find_models import RECORD
-from rl.run.models import build_critic, build_learner, load_policy, reference_of
+from rl.run.models import build_critic, build_learner, digest_bases, load_policy, reference_of
 from rl.run.open import Run
 from rl.run.reporter import rollout_file
 from rl.world.world import World
@@ -355,6 +355,7 @@ def _update(saved: SavedStep, processes: Groups) -> dict[str, float]:
     policy = load_policy(run)
     learner, critic = build_learner(run, policy, reference_of(run, policy)), build_critic(run)
     if run.resume is not None:
+        digest_bases(run, policy, critic)  # raises if the base model is another one
         restore(learner, critic, run.resume, run.store, run.placement)
     assert saved.kl_coef is not None
     learner.kl_coef = saved.kl_coef

@@ -25,7 +25,7 @@ from rl.rollout.balance import Balancer
 from rl.rollout.collect import Rollouts
 from rl.rollout.sampler import Sampler
 from rl.run.build import build_evaluation, build_sampler, error_if_all_fail
-from rl.run.models import load_policy
+from rl.run.models import digest_bases, load_policy
 from rl.run.open import Run
 from rl.run.serve import build_rollout_service, build_sync
 from rl.sync.sources import WeightSource
@@ -142,6 +142,7 @@ def _load_weights(run: Run) -> nn.Module:
     model, resume = load_policy(run), run.resume
     if resume is not None:
         with run.world.stage("resume"):
+            digest_bases(run, model)  # raises if the base model is another one
             node_lead = run.placement.nodes.lead_of(run.world.rank)
             fill([("model", part) for part in trained_slices(model)], SliceReader(resume, run.store, node_lead), 0, 1)
     return model

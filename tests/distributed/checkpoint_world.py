@@ -5,6 +5,7 @@ process, so that a start costs no imports. The leader appends what happened to t
 went on from and the digest of the whole state there, then loss and digest of every step.
 """
 
+import importlib
 import json
 import os
 import signal
@@ -28,11 +29,11 @@ from rl.data.prompts import Prompt, PromptStream
 from rl.data.rollout_state import RolloutState
 from rl.learner.policy import PolicyTrainer
 from rl.learner.sharded_trainer import ShardedModel
-from rl.model.load import load_model
 from rl.placement.groups import make_groups
 from rl.placement.roles import plan
 from rl.report.metrics import Measures
 from rl.run.build import build_checkpoints
+from rl.run.models import digest_bases, load_policy
 from rl.run.open import Run
 from rl.sync.plan import transferred_tensors
 from rl.sync.probe import probe_of_run
@@ -74,11 +75,12 @@ def batch_of(step: int) -> Batch:
 
 
 def digest_of(learner: PolicyTrainer) -> str:
-    """Of all parameters and optimizer state, as whole tensors: the same at any number of ranks."""
+    """Of all trained parameters and their optimizer state, as whole tensors: the same at any number of ranks."""
     mesh = next(learner.model.parameters()).device_mesh
     group = mesh.get_group(mesh.ndim - 1)  # of the ranks that share a replica
     shards: list[Any] = [None] * dist.get_world_size(group)
-    own = {(kind, part.info.name): part.data.numpy().tobytes() for kind, part in learner.state_slices()}
+    parts = learner.state_slices(with_frozen=False)
+    own = {(kind, part.info.name): part.data.numpy().tobytes() for kind, part in parts}
     dist.all_gather_object(shards, own, group=group)
     hasher = xxhash.xxh3_64()
     for key in own:
@@ -108,14 +110,13 @@ def train(run: Run, job: Job) -> None:
     world, config, pg = run.world, run.config, run.groups.actor_pg
     is_leader = world.rank == run.placement.leader
     torch.manual_seed(world.rank)
-    model = load_model(
-        run.model_folder, run.groups.actor_mesh, world.device, config.model.dtype, True, filled=run.resume is None
-    )
+    model = load_policy(run)
     probe = probe_of_run(config, run.model_folder).tokens if is_leader else ()
     learner = PolicyTrainer(ShardedModel(model, pg, world.device), config, job.num_steps, probe)
+    bases = digest_bases(run, model)
     if run.resume is not None:
         restore(learner, None, run.resume, run.store, run.placement)
-    checkpoints = build_checkpoints(run, learner, transferred_tensors(model, config.model.dtype))
+    checkpoints = build_checkpoints(run, learner, transferred_tensors(model, config.model.dtype), bases=bases)
     first = run.resume.manifest.step if run.resume is not None else 0
     stream = PromptStream([Prompt(i, 0, str(i), "", [1]) for i in range(7)], seed=0) if is_leader else None
     position = run.resume.manifest.state["position"] if run.resume is not None else 0
@@ -197,6 +198,8 @@ def fork_world(job: Job, killed: int = -1, kill: Callable[[], None] | None = Non
 
 
 def main(jobs: list[Job]) -> None:
+    if any(setting.startswith("model.lora") for job in jobs for setting in job.settings):
+        importlib.import_module("peft")  # takes seconds, so before the forks
     outcomes = []
     for job in jobs:
         output = Path(f"{job.log}.output")

@@ -8,14 +8,14 @@ import json
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from rl.checkpoint.manifest import MANIFEST, Manifest
@@ -124,6 +124,68 @@ def test_resume_at_any_number_of_ranks_with_the_same_state(
     assert [entry["state"] for entry in log_of(jobs[0])] == [expected[step]["state"] for step in (0, 1, 2)]
     saved = {part.kind for file in manifest_of(shared, 8).files for part in file.slices}
     assert saved == kinds | {"model"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_adapters_resume_at_any_number_of_ranks(
+    dtype: str, models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """4 actors, then 2, 2 replicas of 2, and 3: adapters of rank 2, fewer than there are actors, and their moments are
+    what was saved, bit for bit. The result of a merge is the policy. Another base model is refused."""
+    model, shared = str(models / "qwen3"), str(tmp_path / "run")
+    chosen = [f"model.path={model}", f"model.dtype={dtype}", "model.lora.rank=2", "model.lora.alpha=4"]
+    whole = Job(model, disks(tmp_path, *["whole"] * 4), 8, str(tmp_path / "whole.log"), settings=chosen)
+    jobs = []
+    for index, (num_ranks, replicas) in enumerate([(4, 1), (2, 1), (4, 2), (3, 1)]):
+        settings, log = [f"actor.num_replicas={replicas}", *chosen], str(tmp_path / f"{index}.log")
+        jobs.append(Job(model, [shared] * num_ranks, 2 * index + 2, log, num_replicas=replicas, settings=settings))
+    run(whole, *jobs)
+    expected = {entry["step"]: entry for entry in log_of(whole)}
+    before = expected[0]["state"]
+    for index, job in enumerate(jobs):
+        resumed, *steps = log_of(job)
+        assert (resumed["step"], resumed["state"]) == (2 * index, before)
+        for entry in steps:
+            near = 1e-5 if dtype == "float32" else 1e-2
+            assert entry["loss"] == pytest.approx(expected[entry["step"]]["loss"], abs=near)
+        before = steps[-1]["state"]
+    assert len({entry["state"] for job in jobs for entry in log_of(job)}) == 9, "adapters are trained"
+    manifest = manifest_of(shared, 8)
+    slices = [part for file in manifest.files for part in file.slices]
+    assert {part.kind for part in slices} == {"model", "exp_avg", "exp_avg_sq"}
+    assert all(".lora_" in part.name and part.dtype == "F32" for part in slices), "nothing of the base model"
+    base = manifest.bases["model"]
+    assert base == manifest_of(whole.folders[0], 8).bases["model"] and base.path == model
+    with safe_open(f"{model}/model.safetensors", "pt") as file:
+        assert set(base.tensors) == set(file.keys())
+
+    main([shared, "--verify-logits"])
+    main([shared, "--adapter", "--verify-logits"])
+    told = [float(part.split()[0]) for part in capsys.readouterr().out.split("relative difference ")[1:]]
+    assert len(told) == 2 and max(told) < (1e-5 if dtype == "float32" else 0.03)
+    merged, plain = load_merged(tmp_path / "run/merged/step_8"), load_file(f"{model}/model.safetensors")
+    changed = {
+        name for name in plain if not torch.equal(merged[name].float(), plain[name].to(merged[name].dtype).float())
+    }
+    assert changed == {name for name in plain if name.endswith("_proj.weight")}
+
+    other = shutil.copytree(model, tmp_path / "other")
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.norm.weight"][0] += 1
+    save_file(tensors, other / "model.safetensors")
+    copied = shutil.copytree(model, tmp_path / "copied")
+    (copied / "model.safetensors").rename(copied / "renamed.safetensors")
+    (copied / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": dict.fromkeys(plain, "renamed.safetensors")})
+    )
+    first = Job(str(other), [shared] * 2, 9, str(tmp_path / "last.log"), settings=chosen)
+    second = replace(first, model=str(copied))
+    refused, accepted = worlds(first, second)
+    assert not refused["ended"] and accepted["ended"], accepted["output"][-4000:]
+    assert "step 8 holds adapters of another base model (its model.norm.weight differs)" in refused["output"]
+    (full,) = worlds(replace(second, num_steps=10, settings=[f"model.path={model}", f"model.dtype={dtype}"]))
+    assert not full["ended"] and "set model.lora.rank=2" in full["output"]
 
 
 def test_n_steps_equal_k_steps_a_resume_and_the_rest(models: Path, tmp_path: Path) -> None:

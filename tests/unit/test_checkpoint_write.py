@@ -230,6 +230,7 @@ def test_files_that_make_a_model_folder(tmp_path: Path) -> None:
         "merges.txt": "",
         "chat_template.jinja": "c",
         "model.safetensors.index.json": "{}",
+        "merge.json": "{}",  # of the merge that made this model
         "model.safetensors": "weights",
         "README.md": "r",
     }

@@ -69,7 +69,7 @@ class Learner(SimpleNamespace):
     def run_probe(self) -> None:
         self.probe_logits = torch.tensor(-1)
 
-    def state_slices(self) -> list:
+    def state_slices(self, with_frozen: bool) -> list:
         return []
 
 

@@ -1,0 +1,59 @@
+"""Identify the base model of adapters in a checkpoint, and refuse to resume with another one."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from rl.checkpoint.manifest import Manifest
+from rl.config.schema import ConfigError
+from rl.model.base_digest import BaseDigests, FrozenTensor, digest_tensors
+from rl.model.lora import trained_slices
+from rl.model.shards import local_slices
+from rl.watch.heart import HEART
+
+BITS = 64  # of a digest
+
+
+def digest_base(model: nn.Module, path: str, folder: Path, pg: dist.ProcessGroup) -> BaseDigests | None:
+    """Return the digests of a model's frozen tensors, or None if it has no adapters. The ranks of `pg` share the work,
+    so all of them call this. `folder` holds the model that the setting `path` names."""
+    trained = {part.info.name for part in trained_slices(model)}
+    dtypes = {part.info.name: part.info.dtype for part in local_slices(model) if part.info.name not in trained}
+    if not dtypes:
+        return None
+    own = digest_tensors(folder, dtypes, dist.get_rank(pg), dist.get_world_size(pg))
+    digests = torch.tensor([_to_signed(own.get(name, "0")) for name in dtypes])
+    with HEART.in_collective("actor"):
+        dist.all_reduce(digests, group=pg)  # each digest is 0 on all ranks but one
+    texts = [f"{value % (1 << BITS):016x}" for value in digests.tolist()]
+    return BaseDigests(path, {name: FrozenTensor(dtypes[name], text) for name, text in zip(dtypes, texts)})
+
+
+def _to_signed(digest: str) -> int:
+    """Return a digest as a signed integer, since torch has no sums of unsigned ones."""
+    value = int(digest, 16)
+    return value - (1 << BITS) if value >> (BITS - 1) else value
+
+
+def check_same_base(manifest: Manifest, bases: Mapping[str, BaseDigests]) -> None:
+    """Raise ConfigError if the checkpoint's adapters belong to other models than `bases`."""
+    saved = manifest.bases
+    if "model" in bases and "model" not in saved:
+        raise ConfigError(
+            f"the manifest of step {manifest.step} does not name the base model of its adapters, so it is damaged. "
+            "Restore it from another node or a backup, or resume from an older step with checkpoint.resume=PATH"
+        )
+    for kind in sorted(saved.keys() & bases.keys()):
+        before, now = saved[kind], bases[kind]
+        difference = before.find_difference({name: tensor.digest for name, tensor in now.tensors.items()})
+        if difference:
+            remedy = f"give the model that the run was started with, {before.path}"
+            if before.path == now.path:
+                remedy = "its files have changed since then: bring back those that the run was started with"
+            raise ConfigError(
+                f"{kind}.path: got {now.path}, but step {manifest.step} holds adapters of another base model "
+                f"({difference}); {remedy}"
+            )
