@@ -7,11 +7,12 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin
 import pytest
 
 from rl.config.load import check, load_config
-from rl.config.schema import ADVANTAGE_NAMES, LOSS_NAMES, Config, ConfigError, keys_of
+from rl.config.schema import ADVANTAGE_NAMES, LOSS_NAMES, Config, ConfigError, LoraConfig, keys_of
 from rl.model.memory import checkpoint_bytes, estimate
 from rl.model.shape import AdaptedLayers, ModelSize
 from rl.placement.roles import plan
-from rl.run.checks import check_settings
+from rl.run import checks
+from rl.run.checks import check_lora, check_settings
 
 SECTIONS = ("model", "rollout", "algo", "actor", "critic", "reference", "sync")  # others do not concern the learner
 SIZE = ModelSize(1000, 800, AdaptedLayers(7, 50, 60))
@@ -133,6 +134,14 @@ def test_a_pair(name: str) -> None:
 def test_dropout_is_refused(dropout: str) -> None:
     with pytest.raises(ConfigError, match=r"model.lora.dropout: got .*; it must be 0"):
         load_config(overrides=["model.lora.rank=4", f"model.lora.dropout={dropout}"])
+
+
+def test_adapters_need_peft(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_lora(LoraConfig(rank=8))
+    monkeypatch.setattr(checks, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"model.lora.rank: got 8, but adapters need peft.*`pip install peft` in"):
+        check_lora(LoraConfig(rank=8))
+    check_lora(LoraConfig())
 
 
 @pytest.mark.parametrize(
