@@ -127,6 +127,7 @@ def test_resume_at_any_number_of_ranks_with_the_same_state(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(450)  # for eight worlds
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_adapters_resume_at_any_number_of_ranks(
     dtype: str, models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
