@@ -499,10 +499,11 @@ def check_lora(
 def check_likeness(got: dict[str, Tensor], wanted: dict[str, Tensor], least: float, job: dict[str, Any]) -> None:
     """Check the direction of each tensor, and its length."""
     assert got.keys() == wanted.keys()
+    length = 1e-3 if least > MIN_LIKENESS else 0.05  # those of gradients in bfloat16 differ by up to 0.024
     for name, tensor in wanted.items():
         likeness = F.cosine_similarity(got[name].flatten().double(), tensor.flatten().double(), 0).item()
         assert likeness > least, f"{name} points elsewhere: {likeness} with {job}"
-        assert math.isclose(got[name].norm(), tensor.norm(), rel_tol=2e-2), f"the length of {name} differs with {job}"
+        assert math.isclose(got[name].norm(), tensor.norm(), rel_tol=length), f"the length of {name} differs with {job}"
 
 
 def job(name: str, model: str, dtype: str = "float32", max_tokens: int = 25, **options: Any) -> dict[str, Any]:

@@ -325,6 +325,7 @@ def main() -> None:
     pg = dist.group.WORLD
     assert pg is not None
     for job in json.loads(sys.argv[2]):
+        torch._dynamo.reset()  # a run has only its own graphs, and torch limits their number for each function
         update_critic(pg, folder, job) if "critic" in job else update(pg, folder, job)
     dist.barrier(group=pg)
     dist.destroy_process_group(pg)
