@@ -48,7 +48,7 @@ def check_placement(
     critic = (sizes.get(config.critic.path) or policy) if config.algo.has_critic else None
     roles = estimate(config, placement, policy, critic, trains)
     text = f"{placement.summary()}; {policy.num_parameters / 1e6:.2f} M parameters"
-    if config.model.lora.is_set:
+    if config.model.lora.is_set and trains:
         text += f"; {estimate_adapters(config.model.lora, policy)}"
     result = summarize("placement", [_check_role(role, config, gpus) for role in roles], text)
     host = host_bytes(roles, placement, all("total" in gpu for gpu in gpus))

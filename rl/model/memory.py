@@ -21,7 +21,7 @@ MOMENTS = {"adamw": 8.0, "adamw_8bit": 2 + 8 / 256, "sgd": 4.0}  # bytes per par
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 LIBRARIES = 1 << 30  # host memory of a rank without any model
 CPU_KV_CACHE = 256 << 20
-MIN_BLOCK = 64  # 8-bit AdamW keeps float32 moments if no larger power of two divides a row
+MIN_BLOCK = 64  # elements; 8-bit AdamW keeps float32 moments for rows that are no multiple of it
 
 
 def num_adapter_parameters(lora: LoraConfig, size: ModelSize) -> int:

@@ -1,6 +1,6 @@
 """Adapters on a GPU: updates against a plain peft model on a CPU, memory against the estimate, and learning.
 
-    ONEWORLD_MODEL=... ONEWORLD_PROMPTS=.../train.jsonl pytest -m gpu -s tests/gpu/test_lora.py
+    ONEWORLD_MODEL=... ONEWORLD_PROMPTS=.../train.jsonl pytest -m gpu -s tests/gpu/test_gpu_lora.py
 
 The variables are those of tests/gpu/test_worlds.py. Each test prints one JSON line.
 """
