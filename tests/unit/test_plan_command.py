@@ -816,7 +816,10 @@ def test_nodes_of_different_sizes_and_their_shares(answers: dict[str, Answer]) -
             ["model.lora.targets: got qkv, but no linear layer of", "adapters fit these: down_proj, gate_proj, k_proj"],
         ),
         ("adapters with dropout", ["model.lora.dropout: got 0.1; it must be 0"]),
-        ("adapters and an unknown key", ["unknown config key model.lora.r; did you mean model.lora.rank?"]),
+        (
+            "adapters and an unknown key",
+            ["unknown config key model.lora.r;", "known keys: model.lora.rank, model.lora.alpha"],
+        ),
         (
             "adapters and a reference",
             ["reference.offload: got always, but with model.lora", "Leave reference.offload out"],
