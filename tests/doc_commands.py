@@ -85,6 +85,10 @@ ELSEWHERE = (
             "tests/browser/test_tensorboard_pages.py",
             "take_pictures(pages, tmp_path)",
         ),
+        "torchrun --nproc-per-node 2 train.py model.lora.rank=8 actor.lr=2e-3 run.name=x": (
+            "tests/e2e/test_lora.py",
+            '"model.lora.rank=8", "actor.lr=2e-3"',
+        ),
         "make test": (".github/workflows/test.yml", "run: make test"),
         "make test-quick": ("Makefile", "test-quick:"),
         "make setup": ("Makefile", "lint: setup"),

@@ -23,6 +23,7 @@ class Shape(NamedTuple):
 
 
 QWEN_0_5B = Shape(896, 4864, 24, 14, 2, 151_936, is_tied=True)
+QWEN_7B = Shape(3584, 18_944, 28, 28, 4, 152_064, is_tied=False)
 QWEN_14B = Shape(5120, 13_824, 48, 40, 8, 152_064, is_tied=False)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from launch.checks.results import FAILED, OK, WARNING, CheckResult, Finding, summarize
 from rl.common.text import format_bytes
 from rl.config.schema import Config, ConfigError, Phase
-from rl.model.memory import RoleMemory, checkpoint_bytes, estimate, host_bytes
+from rl.model.memory import RoleMemory, checkpoint_bytes, estimate, estimate_adapters, host_bytes
 from rl.model.shape import check_model, local_folder, measure_size
 from rl.placement.roles import plan
 
@@ -38,7 +38,7 @@ def check_placement(
     sizes = {}
     for path in filter(None, [config.model.path, config.critic.path]):
         model = local_folder(path)
-        sizes[path] = measure_size(model) if model else None
+        sizes[path] = measure_size(model, config.model.lora.targets) if model else None
         if sizes[path] is None:
             where = f"has no weights in {model}" if model else "cannot be read here"
             text = f"{placement.summary()}; {path} {where} yet, so memory and disk were not estimated"
@@ -48,6 +48,8 @@ def check_placement(
     critic = (sizes.get(config.critic.path) or policy) if config.algo.has_critic else None
     roles = estimate(config, placement, policy, critic, trains)
     text = f"{placement.summary()}; {policy.num_parameters / 1e6:.2f} M parameters"
+    if config.model.lora.is_set and trains:
+        text += f"; {estimate_adapters(config.model.lora, policy)}"
     result = summarize("placement", [_check_role(role, config, gpus) for role in roles], text)
     host = host_bytes(roles, placement, all("total" in gpu for gpu in gpus))
     return result, host, checkpoint_bytes(config, placement, policy, critic)

@@ -3,13 +3,16 @@
 State, reference and host copies are split over the shards of a replica, copies of the inference ranks over those ranks,
 the weights of an engine over its ranks. With --eval-only, moments are not counted, because it is not known yet whether
 a checkpoint is read. Activations come on top. They depend on kernels and lengths; `train.py --dry-run` measures them.
+
+With LoRA adapters, the weights under them are stored in model.dtype. Gradients, moments and checkpoints are those of
+the adapters alone, and the reference is the policy without adapters. A critic's head is too small to count.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rl.common.text import format_bytes, format_ranks
-from rl.config.schema import Config
+from rl.config.schema import Config, LoraConfig
 from rl.model.shape import ModelSize
 from rl.placement.roles import IDLE, Placement
 
@@ -18,14 +21,39 @@ MOMENTS = {"adamw": 8.0, "adamw_8bit": 2 + 8 / 256, "sgd": 4.0}  # bytes per par
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 LIBRARIES = 1 << 30  # host memory of a rank without any model
 CPU_KV_CACHE = 256 << 20
+MIN_BLOCK = 64  # elements; 8-bit AdamW keeps float32 moments for rows that are no multiple of it
 
 
-def moment_bytes(config: Config, size: ModelSize) -> int:
-    """Return the bytes of an optimizer's state of a whole model."""
-    optimizer = config.actor.optimizer
+def num_adapter_parameters(lora: LoraConfig, size: ModelSize) -> int:
+    return lora.rank * (size.adapted.num_inputs + size.adapted.num_outputs)
+
+
+def moment_bytes(config: Config, size: ModelSize, lora: LoraConfig) -> int:
+    """Return the bytes of an optimizer's state of a whole model, or of its adapters."""
+    optimizer, beta1 = config.actor.optimizer, config.actor.beta1
+    num_parameters, num_in_matrices = size.num_parameters, size.num_in_matrices
+    if lora.is_set:
+        num_parameters = num_in_matrices = num_adapter_parameters(lora, size)
+        if optimizer == "adamw_8bit" and lora.rank & -lora.rank < MIN_BLOCK:
+            # A row of B has as many elements as the rank, so only A is quantized.
+            num_quantized = lora.rank * size.adapted.num_inputs
+            return int(MOMENTS["adamw_8bit"] * num_quantized + MOMENTS["adamw"] * (num_parameters - num_quantized))
     if optimizer == "muon":  # one moment for a matrix of a layer, and AdamW's two for the rest
-        return 4 * size.num_in_matrices + 8 * (size.num_parameters - size.num_in_matrices)
-    return int(MOMENTS[optimizer] * size.num_parameters) if optimizer != "sgd" or config.actor.beta1 else 0
+        return 4 * num_in_matrices + 8 * (num_parameters - num_in_matrices)
+    return int(MOMENTS[optimizer] * num_parameters) if optimizer != "sgd" or beta1 else 0
+
+
+def describe_adapters(rank: int, num_layers: int, num_trained: int, num_frozen: int) -> str:
+    """Return how much of a policy is trained, in a sentence for the plan and the start of a run."""
+    trained, total = num_trained / 1e6, (num_trained + num_frozen) / 1e6
+    where = f"adapters of rank {rank} on {num_layers} linear layers"
+    return f"{where}: {trained:,.2f} M of {total:,.2f} M parameters are trained"
+
+
+def estimate_adapters(lora: LoraConfig, size: ModelSize) -> str:
+    """Return the same before a model is loaded."""
+    num_trained = num_adapter_parameters(lora, size)
+    return describe_adapters(lora.rank, size.adapted.num_layers, num_trained, size.num_parameters)
 
 
 @dataclass(frozen=True)
@@ -36,10 +64,15 @@ class ModelState:
     moments: int
     gradients: int
     offload: str
+    saved: int  # the copy of a checkpoint that is being written
 
     @property
     def total(self) -> int:
         return self.weights + self.moments + self.gradients
+
+    def without_training(self) -> "ModelState":
+        """Return the state of a run that only evaluates."""
+        return replace(self, moments=0, gradients=0, saved=0)
 
     @property
     def on_device(self) -> int:
@@ -99,16 +132,17 @@ def estimate(
         host = LIBRARIES
         if is_actor:
             num_shards = len(placement.replicas[0])
-            sizes = {"policy": (policy, config.actor.offload)}
+            states = {"policy": _state(config, policy, num_shards, config.model.lora, config.actor.offload)}
             if critic is not None:
-                sizes["critic"] = (critic, config.critic_offload)
-            for name, (size, offload) in sizes.items():
-                state = _state(config, size, num_shards, offload, trains)
+                states["critic"] = _state(config, critic, num_shards, config.critic_lora, config.critic_offload)
+            for name, whole in states.items():
+                state = whole if trains else whole.without_training()
                 models[name], freed, moved = state.on_device, freed + state.freed, moved + state.moved
                 host += state.total - state.on_device
-                if trains and config.checkpoint.save_interval >= 0:
-                    host += state.weights + state.moments  # the copy of a checkpoint that is being written
-            if has_reference and (not scorers or config.algo.kl_estimator == "full"):
+                if config.checkpoint.save_interval >= 0:
+                    host += state.saved
+            has_own_reference = has_reference and not config.model.lora.is_set  # else it is the policy without adapters
+            if has_own_reference and (not scorers or config.algo.kl_estimator == "full"):
                 reference, offload = COPY * policy.num_parameters // num_shards, config.reference_offload
                 models["reference"], host = (0, host + reference) if offload == "always" else (reference, host)
                 if offload == "rollout":
@@ -131,11 +165,17 @@ def estimate(
     return found
 
 
-def _state(config: Config, size: ModelSize, num_shards: int, offload: str, trains: bool) -> ModelState:
-    weights = -(-WEIGHTS * size.num_parameters // num_shards)
-    if not trains:
-        return ModelState(weights, 0, 0, offload)
-    return ModelState(weights, -(-moment_bytes(config, size) // num_shards), weights, offload)
+def _state(config: Config, size: ModelSize, num_shards: int, lora: LoraConfig, offload: str) -> ModelState:
+    """Return the training state of a rank, from the size of the whole model."""
+    trained, frozen = WEIGHTS * size.num_parameters, 0
+    if lora.is_set:
+        trained = WEIGHTS * num_adapter_parameters(lora, size)
+        frozen = DTYPE_BYTES[config.model.dtype] * size.num_parameters
+    moments = moment_bytes(config, size, lora)
+    weights, gradients, moments, saved = (
+        -(-each // num_shards) for each in (trained + frozen, trained, moments, trained + moments)
+    )
+    return ModelState(weights, moments, gradients, offload, saved)
 
 
 def host_bytes(roles: Sequence[RoleMemory], placement: Placement, has_gpus: bool) -> list[int]:
@@ -152,9 +192,12 @@ def checkpoint_bytes(
 ) -> list[int]:
     """Return how much of one copy of a checkpoint each node writes. Each actor writes its shard."""
     dtype, size = DTYPE_BYTES[config.model.dtype], 0
-    for model in filter(None, (policy, critic)):
-        # The weights, float32 masters if model.dtype is narrower, and moments.
-        size += model.num_parameters * (dtype + (WEIGHTS if dtype < 4 else 0)) + moment_bytes(config, model)
+    for model, lora in ((policy, config.model.lora), (critic, config.critic_lora)):
+        if model is not None and lora.is_set:  # adapters have no copy in model.dtype
+            size += WEIGHTS * num_adapter_parameters(lora, model) + moment_bytes(config, model, lora)
+        elif model is not None:
+            # The weights, float32 masters if model.dtype is narrower, and moments.
+            size += model.num_parameters * (dtype + (WEIGHTS if dtype < 4 else 0)) + moment_bytes(config, model, lora)
     nodes = [placement.nodes.node_of(actor) for actor in placement.actors]
     return [size * nodes.count(node) // len(nodes) for node in range(placement.num_nodes)]
 

@@ -2,13 +2,14 @@
 
 import json
 import math
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
 from rl.common.files import is_plain
-from rl.config.schema import Config, ConfigError, resolve_path
+from rl.config.schema import ALL_LINEAR, Config, ConfigError, resolve_path
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -59,25 +60,69 @@ def tensor_files(folder: Path) -> dict[str, str]:
         return dict.fromkeys(handle.keys(), SINGLE)
 
 
+class AdaptedLayers(NamedTuple):
+    """The linear layers that get LoRA adapters. An adapter has rank x (inputs + outputs) parameters."""
+
+    num_layers: int = 0
+    num_inputs: int = 0  # of all these layers together
+    num_outputs: int = 0
+
+
 class ModelSize(NamedTuple):
     num_parameters: int
     num_in_matrices: int = 0  # in the matrices of its layers, which Muon trains
+    adapted: AdaptedLayers = AdaptedLayers()
 
 
-def measure_size(folder: Path) -> ModelSize | None:
-    """Count parameters from the headers of the safetensors files. Return None if a file is missing or unreadable."""
+def measure_size(folder: Path, targets: Collection[str] = ()) -> ModelSize | None:
+    """Count parameters from the headers of the safetensors files, and the layers that model.lora.targets would adapt.
+    Return None if a file is missing or unreadable."""
     total = in_matrices = 0
+    linear: list[tuple[int, ...]] = []
     try:
-        for file in set(tensor_files(folder).values()):
-            with safe_open(folder / file, framework="numpy") as handle:
-                for name in handle.keys():  # noqa: SIM118
-                    shape = handle.get_slice(name).get_shape()
-                    total += math.prod(shape)
-                    is_in_layer = any(part.isdigit() for part in name.split("."))  # layers are numbered
-                    in_matrices += math.prod(shape) if is_in_layer and len(shape) == 2 else 0
+        for name, shape in _tensor_shapes(folder):
+            total += math.prod(shape)
+            if _is_matrix_of_layer(name, shape):
+                in_matrices += math.prod(shape)
+                if list(targets) == [ALL_LINEAR] or _module_of(name) in targets:
+                    linear.append(shape)
     except (OSError, ValueError, KeyError, SafetensorError):
         return None
-    return ModelSize(total, in_matrices)
+    outputs, inputs = (sum(shape[axis] for shape in linear) for axis in (0, 1))
+    return ModelSize(total, in_matrices, AdaptedLayers(len(linear), inputs, outputs))
+
+
+def _tensor_shapes(folder: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for file in sorted(set(tensor_files(folder).values())):
+        with safe_open(folder / file, framework="numpy") as handle:
+            for name in handle.keys():  # noqa: SIM118
+                yield name, tuple(handle.get_slice(name).get_shape())
+
+
+def _is_matrix_of_layer(name: str, shape: tuple[int, ...]) -> bool:
+    return len(shape) == 2 and any(part.isdigit() for part in name.split("."))  # layers are numbered
+
+
+def _module_of(name: str) -> str:
+    """Return the last part of the name of the module that has this parameter, such as q_proj."""
+    return name.split(".")[-2] if "." in name else ""
+
+
+def _check_targets(config: Config, folder: Path) -> None:
+    """Raise ConfigError if a name in model.lora.targets is that of no linear layer. Whether a matrix in the files is
+    that of a linear layer is known only when the model is built, so this does not find every mistake."""
+    targets = config.model.lora.targets
+    if not config.model.lora.is_set or targets == [ALL_LINEAR] or not has_weights(folder):
+        return
+    try:
+        known = {_module_of(name) for name, shape in _tensor_shapes(folder) if _is_matrix_of_layer(name, shape)}
+    except (OSError, ValueError, KeyError, SafetensorError):
+        return  # loading the model says more
+    if unknown := [target for target in targets if target not in known]:
+        raise ConfigError(
+            f"model.lora.targets: got {unknown[0]}, but no linear layer of {folder} has this name; adapters fit these: "
+            f"{', '.join(sorted(known)) or 'none'}"
+        )
 
 
 def check_model(config: Config, model_folder: Path) -> None:
@@ -102,3 +147,4 @@ def check_model(config: Config, model_folder: Path) -> None:
             f"data.max_prompt_tokens + {second}: got {longest}, but {model_folder} has {positions} "
             f"positions; lower them, for example {example}"
         )
+    _check_targets(config, model_folder)

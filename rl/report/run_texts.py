@@ -17,6 +17,7 @@ HYPERPARAMETERS = {
     "train": ("num_prompts_per_step",),
     "rollout": ("num_samples_per_prompt", "max_new_tokens", "temperature", "max_tokens_per_round", "ahead"),
     "model": ("path",),
+    "model.lora": ("rank", "alpha"),
     "data": ("train",),
     "reward": ("function",),
     "run": ("seed",),
@@ -43,13 +44,21 @@ def list_hyperparameters(config: Config) -> dict[str, Setting]:
     """Return the settings by which runs are compared, by key. All runs have the same keys."""
     settings = public_settings(config)
     found = {
-        f"{section}.{name}": settings[section][name] for section, names in HYPERPARAMETERS.items() for name in names
+        f"{section}.{name}": _section(settings, section)[name]
+        for section, names in HYPERPARAMETERS.items()
+        for name in names
     }
     found["placement"] = settings["placement"]
     return {
         key: value if isinstance(value, bool | int | float | str) else _dump(value, flow=True)
         for key, value in found.items()
     }
+
+
+def _section(settings: dict[str, Any], dotted_name: str) -> dict[str, Any]:
+    for name in dotted_name.split("."):
+        settings = settings[name]
+    return settings
 
 
 def _dump(value: Any, flow: bool = False) -> str:

@@ -39,7 +39,15 @@ from rl.rollout.sample_exchange import SampleExchange
 from rl.rollout.sampler import Sampler
 from rl.rollout.schedule import Schedule, ScheduleState, describe_lag, plan_schedule
 from rl.run.actor import Actor
-from rl.run.models import build_critic, build_learner, build_scorer, digest_bases, load_policy, reference_of
+from rl.run.models import (
+    announce_adapters,
+    build_critic,
+    build_learner,
+    build_scorer,
+    digest_bases,
+    load_policy,
+    reference_of,
+)
 from rl.run.open import Run
 from rl.run.record import begin_story
 from rl.run.reporter import Reporter
@@ -60,6 +68,8 @@ def build_actor(run: Run, trains: bool = True) -> Actor:
     if run.data is not None and trains and not config.debug.dry_run:
         begin_story(run)
     policy = load_policy(run)
+    if trains:
+        announce_adapters(run, policy)
     # Call this only after the engine is built, since the engine measures the free device memory then.
     reference = reference_of(run, policy)
     learner, critic = build_learner(run, policy, reference), build_critic(run)

@@ -3,11 +3,12 @@
 from importlib.util import find_spec
 
 from rl.common.text import format_ranges, format_ranks
-from rl.config.schema import Config, ConfigError
+from rl.config.schema import Config, ConfigError, LoraConfig
 from rl.evaluation.best_metric import check_best_metric
 from rl.placement.roles import Placement
 
 MAX_PORT = 65535
+MIN_ADAPTER_LR = 1e-5  # usual learning rates of full training are below it, and those of adapters are not
 
 
 def check_settings(config: Config, placement: Placement) -> list[str]:
@@ -39,7 +40,13 @@ def check_settings(config: Config, placement: Placement) -> list[str]:
             f"actor.overlap: got true, but {format_ranks(hosts)} {'is' if len(hosts) == 1 else 'are'} both actor and "
             f"rollout, and cannot train while sampling. Set actor.overlap=false, or {remedy}"
         )
-    warnings = []
+    if config.model.lora.is_set and config.reference.offload != "actor" and not placement.scorers:
+        raise ConfigError(
+            f"reference.offload: got {config.reference.offload}, but with model.lora the reference is the policy "
+            "without its adapters, and has no weights of its own to move. Leave reference.offload out: actor.offload "
+            "moves these weights"
+        )
+    warnings = _warn_of_adapters(config)
     if placement.rank_weights is not None and placement.engines:
         used = {placement.nodes.node_of(ranks[0]) for ranks in placement.engines}
         if idle := [node for node in range(placement.num_nodes) if node not in used]:
@@ -57,6 +64,29 @@ def check_settings(config: Config, placement: Placement) -> list[str]:
             f"{why}. Give these ranks another role, or set {remedy}"
         )
     return warnings
+
+
+def check_lora(lora: LoraConfig) -> None:
+    """Raise ConfigError if this installation cannot make adapters. Ranks that load no policy need not call this."""
+    if lora.is_set and find_spec("peft") is None:
+        raise ConfigError(
+            f"model.lora.rank: got {lora.rank}, but adapters need peft, and it is not installed here; run `pip install "
+            "peft` in the environment of every actor, or set model.lora.rank=0"
+        )
+
+
+def _warn_of_adapters(config: Config) -> list[str]:
+    lora, lr = config.model.lora, config.actor.lr
+    if not lora.is_set:
+        if lora == LoraConfig():
+            return []
+        return ["model.lora: model.lora.rank=0 means no adapters, so the other settings of model.lora have no effect"]
+    if config.actor.optimizer == "sgd" or not 0 < lr < MIN_ADAPTER_LR:  # the learning rates of SGD have another scale
+        return []
+    return [
+        f"actor.lr: got {lr:g} with model.lora; adapters usually need about 10 times the learning rate of full "
+        f"training. Try {10 * lr:g}"
+    ]
 
 
 def _check_debugpy(port: int, num_ranks: int) -> None:

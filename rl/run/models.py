@@ -15,6 +15,7 @@ from rl.learner.sharded_trainer import ShardedModel
 from rl.model.base_digest import BaseDigests
 from rl.model.load import Compute, fill_with_noise, load_model
 from rl.model.lora import Adapters, BaseModel, has_adapters
+from rl.model.memory import describe_adapters
 from rl.model.rotary import freeze_frequencies
 from rl.model.shape import has_weights
 from rl.run.open import Run
@@ -26,6 +27,16 @@ def load_policy(run: Run) -> nn.Module:
     config = run.config
     trainable, on_host = _trained_part(run, config.model.lora), config.actor.offload == "always"
     return load(run, trainable, filled=run.resume is None, on_host=on_host)
+
+
+def announce_adapters(run: Run, policy: nn.Module) -> None:
+    """Print how much of the policy is trained, if it has adapters. The leader prints."""
+    if run.data is None or not has_adapters(policy):
+        return
+    trained = [parameter.numel() for parameter in policy.parameters() if parameter.requires_grad]
+    num_frozen = sum(parameter.numel() for parameter in policy.parameters() if not parameter.requires_grad)
+    text = describe_adapters(run.config.model.lora.rank, len(trained) // 2, sum(trained), num_frozen)
+    print(f"oneworld: {text}", flush=True)
 
 
 def reference_of(run: Run, policy: nn.Module) -> Callable[[], nn.Module]:

@@ -32,7 +32,7 @@ from rl.rewards.launch import ServerProcess, launch
 from rl.rewards.pool import RewardPool
 from rl.rollout.archive import StoredGroups
 from rl.rollout.service import ConversationEnded, Scored, TurnAsked
-from rl.run.checks import check_settings
+from rl.run.checks import check_lora, check_settings
 from rl.run.environment import check_reward_use
 from rl.run.find_data import find_datasets
 from rl.run.find_models import find_models
@@ -109,6 +109,8 @@ def open_run(world: World, config: Config, config_name: str, phase: PhaseOptions
     if "actor" in placement.roles[world.rank]:  # the only ranks that need the user's file
         check_functions(config.algo)
         check_optimizer(config.actor.optimizer)
+    if is_leader or "actor" in placement.roles[world.rank]:  # in the phase rollout, the leader loads the policy
+        check_lora(config.model.lora)
     rewards = _start_rewards(world, config, placement)
     is_lead = any(ranks[0] == world.rank for ranks in placement.engines)
     conversation_server = launch("rl.environments.server") if is_lead and config.environment.is_set else None

@@ -20,7 +20,7 @@ from rl.data.sources import Data, check_files, make_conversation, read_data
 from rl.data.trajectory_files import list_files, run_folder, trajectory_folder
 from rl.environments.find import read_environment
 from rl.model.hub import find_in_cache, warn_of_typo
-from rl.model.memory import estimate
+from rl.model.memory import estimate, estimate_adapters
 from rl.model.shape import check_folder, check_model, check_weights, measure_size
 from rl.model.tokenizer import load_tokenizer
 from rl.placement.nodes import Nodes
@@ -31,7 +31,7 @@ from rl.report.writers import check_writers
 from rl.rewards.find import check_rewards
 from rl.rewards.trial import TrialRow, score_one_row
 from rl.rollout.schedule import describe_lag, plan_schedule
-from rl.run.checks import check_settings
+from rl.run.checks import check_lora, check_settings
 from rl.run.find_data import choose_commits, download_datasets
 from rl.run.find_models import RECORD, read_record
 from rl.watch.reports import ServiceUnavailable
@@ -109,6 +109,7 @@ class RunPlan:
         self.trains = not args.eval_only and self.phase.split != "eval-only"
         self.placement = self._place(args)
         self.notes += check_settings(self.config, self.placement)
+        check_lora(self.config.model.lora)
         check_rewards(self.config.reward)
         read_environment(self.config.environment)
         check_writers(self.config.metrics.writers)
@@ -327,7 +328,10 @@ class RunPlan:
 
     def _memory(self) -> list[str]:
         """Return a line for each set of roles, or why there is no estimate."""
-        sizes = {setting: measure_size(folder) if folder else None for setting, folder in self.models.items()}
+        lora = self.config.model.lora
+        sizes = {
+            setting: measure_size(folder, lora.targets) if folder else None for setting, folder in self.models.items()
+        }
         if missing := [setting for setting, size in sizes.items() if size is None]:
             return [f"not estimated, because the weights of {missing[0]} are not here"]
         policy = sizes["model.path"]
@@ -338,6 +342,8 @@ class RunPlan:
             offloaded = f" ({format_bytes(role.offloaded)} offloaded during rollouts)" if role.offloaded else ""
             host = f"{format_bytes(role.host)} of host memory ({format_bytes(role.host_on_cpu)} without a GPU)"
             lines.append(f"{role.who}: each {role.parts}{offloaded}, {host}")
+        if lora.is_set and self.trains:
+            lines.append(estimate_adapters(lora, policy))
         return [
             *lines,
             f"estimated from {policy.num_parameters / 1e6:.2f} M parameters, without activations and KV cache",

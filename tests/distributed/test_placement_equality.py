@@ -60,7 +60,10 @@ def test_collocated_engines_match_the_learner(collocated: Result) -> None:
     [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in PLACEMENTS],
 )
 def test_placement_equality(name: str, collocated: Result, tmp_path: Path) -> None:
-    other = train(tmp_path / "run", 4, *SETTINGS, *PLACEMENTS[name])
+    assert_same_run(train(tmp_path / "run", 4, *SETTINGS, *PLACEMENTS[name]), collocated)
+
+
+def assert_same_run(other: Result, collocated: Result) -> None:
     assert_engines_match_learner(other)
     for step in range(1, NUM_STEPS + 1):
         expected, got = collocated.rollouts(step), other.rollouts(step)
@@ -72,6 +75,19 @@ def test_placement_equality(name: str, collocated: Result, tmp_path: Path) -> No
         for metric in ("reward/mean", "loss/policy", "loss/kl", "policy/entropy", "optim/grad_norm"):
             assert row[metric] == pytest.approx(expected_row[metric], abs=1e-5), (metric, row["step"])
     assert other.metrics[-1]["eval/accuracy"] == collocated.metrics[-1]["eval/accuracy"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_adapters_have_placement_equality(tmp_path: Path) -> None:
+    """Adapters of rank 2 on 4 actors, so that two hold no row of A, then on one and on two replicas of 2. Engines and
+    inference ranks get merged weights, and the reference is inside the policy or on an inference rank."""
+    lora = (*SETTINGS, "model.lora.rank=2", "model.lora.alpha=8", "actor.lr=3e-3")
+    collocated = train(tmp_path / "collocated", 4, *lora)
+    assert_engines_match_learner(collocated)
+    assert collocated.metrics[-1]["loss/kl"] > 1e-6, "the adapters have not moved"
+    for number, name in enumerate(("rollout 2, inference 1, actor 1", "tensor parallel 2, 2 replicas")):
+        assert_same_run(train(tmp_path / str(number), 4, *lora, *PLACEMENTS[name]), collocated)
 
 
 # A critic, self-certainty as a reward, a reference that rewards pay for, a batch that grows, and sampling from a cut

@@ -102,6 +102,20 @@ def test_demo_learns_with_any_seed(seed: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_demo_learns_with_adapters(tmp_path: Path) -> None:
+    """A tenth of the parameters are trained."""
+    settings = ("model.lora.rank=8", "actor.lr=2e-3", "train.num_steps=80")
+    result = train(tmp_path / "run", 2, *settings, timeout_s=590)
+    assert "0.03 M of 0.34 M parameters are trained" in result.output
+    assert mean_reward(result.metrics[:5]) < 0.5
+    assert mean_reward(result.metrics[-5:]) >= 0.8
+    assert max(row["policy/mismatch_kl"] for row in result.metrics) < 1e-6
+    before, *_, after = accuracy(tmp_path / "run")
+    assert after >= 0.8 > before
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("correction", ["none", "token"])
 def test_demo_learns_with_a_token_limit_and_either_correction(correction: str, tmp_path: Path) -> None:

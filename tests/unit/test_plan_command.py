@@ -19,7 +19,7 @@ from launch.checks.results import OK
 from rl.config.load import load_config
 from rl.config.schema import ROOT
 from rl.data.sources import read_data
-from tests.public_models import QWEN_0_5B, QWEN_14B, write_model
+from tests.public_models import QWEN_0_5B, QWEN_7B, QWEN_14B, write_model
 from tests.saved_steps import lose, save
 
 pytestmark = pytest.mark.timeout(240)  # for the commands, which all run in one fixture
@@ -174,6 +174,16 @@ SHARED = {
     ],
     "no evaluation before training": ["--plan", "eval.before_training=false", "checkpoint.save_interval=-1"],
     "resumes with another optimizer": ["--plan", "run.dir=saved", "run.name=mine", "actor.optimizer=muon"],
+    "adapters": ["--plan", "model.lora.rank=4", "algo.kl_coef=0.1", "actor.offload=rollout"],
+    "7 B with adapters": ["--plan", "--config", "configs/math_qwen2.5_7b_lora.yaml", "model.path=qwen_7b"],
+    "adapters of no layer": ["--plan", "model.lora.rank=4", "model.lora.targets=[q_proj,qkv]"],
+    "adapters with dropout": ["--plan", "model.lora.rank=4", "model.lora.dropout=0.1"],
+    "adapters and an unknown key": ["--plan", "model.lora.r=4"],
+    "adapters without a rank": ["--plan", "model.lora.alpha=64"],
+    "adapters and a reference": [
+        *("--plan", "model.lora.rank=4", "algo.kl_coef=0.1", "reference.offload=always"),
+    ],
+    "resumes with adapters": ["--plan", "run.dir=saved", "run.name=mine", "model.lora.rank=4"],
     "keys of their own": [
         *("--plan", "algo.advantage=gae", "algo.kl_coef=0.1", "actor.offload=rollout", "critic.offload=moments"),
         *("reference.offload=none", "actor.optimizer=sgd"),
@@ -326,6 +336,7 @@ def write_files(folder: Path) -> None:
             (folder / "data" / task / f"{split}.jsonl").write_text(json.dumps(row) + "\n")
     write_model(folder / "qwen_14b", QWEN_14B)
     write_model(folder / "qwen_0_5b", QWEN_0_5B)
+    write_model(folder / "qwen_7b", QWEN_7B)
     tiny = ROOT / "configs" / "tiny"
     (folder / "empty").mkdir()
     for name in ("shape", "torn", "mute"):
@@ -365,7 +376,8 @@ def commands(tmp_path_factory: pytest.TempPathFactory, hub: socket.socket) -> Co
     write_files(folder)
     home = tmp_path_factory.mktemp("home")
     ours = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.getsockname()[1]}", "HF_HOME": str(home), "HF_HUB_OFFLINE": "0"}
-    environment = os.environ | ours | {"PYTHONPATH": str(ROOT)}
+    search = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | ours | {"PYTHONPATH": search}
 
     def run(*arguments: str) -> Answer:
         command = [sys.executable, *arguments]
@@ -454,6 +466,29 @@ def test_memory_of_ppo_on_2_nodes_of_1_gpu(commands: Commands) -> None:
     assert "every 20 steps, not before training" in answer.section("evaluation")
     config = load_config("configs/ppo_qwen2.5_0.5b.yaml", [f"model.path={commands.folder / 'qwen_0_5b'}"])
     assert check_placement(config, 2, 1, [{"total": 24 * 10**9}] * 2)[0].state == OK
+
+
+def test_memory_of_7_billion_parameters_with_adapters_on_one_gpu(commands: Commands) -> None:
+    """2 bytes a frozen parameter, and 16 of 16 x 28 x (40,448 + 49,664) trained ones. There is no reference, although
+    the recipe has a KL penalty. Host: 12 bytes of adapters for a checkpoint, 1.07 GB of libraries."""
+    answer = commands.answers["7 B with adapters"]
+    assert answer.code == 0, answer.stderr
+    memory = answer.section("memory")
+    assert memory.startswith("rollout,actor (rank 0): each 15.88 GB policy, 15.23 GB engine's weights, 1.56 GB of host")
+    assert "adapters of rank 16 on 196 linear layers: 40.37 M of 7,655.99 M parameters are trained" in memory
+    assert "estimated from 7615.62 M parameters" in memory
+    assert "model.lora" not in answer.section("note"), "the learning rate is that of adapters"
+
+
+def test_adapters_of_a_tiny_model(answers: dict[str, Answer]) -> None:
+    """307,840 frozen parameters of 4 bytes and 4 x 4096 trained ones of 16, over 2 ranks, all offloaded."""
+    answer = answers["adapters"]
+    assert answer.code == 0, answer.stderr
+    assert "each 746.75 kB policy, 1.23 MB engine's weights (746.75 kB offloaded during" in answer.section("memory")
+    assert "adapters of rank 4 on 14 linear layers" in answer.section("memory")
+    assert "actor.lr: got" not in answer.section("note"), "the default of this config suits adapters"
+    note = answers["adapters without a rank"].section("note")
+    assert "model.lora.rank=0 means no adapters" in note
 
 
 def test_what_runs_without_an_evaluation_before_and_without_checkpoints(answers: dict[str, Answer]) -> None:
@@ -775,6 +810,23 @@ def test_nodes_of_different_sizes_and_their_shares(answers: dict[str, Answer]) -
         (
             "micro-batches of a full KL",
             ["reference.max_tokens_per_micro_batch: got 64, but with algo.kl_estimator=full", "set it to 0"],
+        ),
+        (
+            "adapters of no layer",
+            ["model.lora.targets: got qkv, but no linear layer of", "adapters fit these: down_proj, gate_proj, k_proj"],
+        ),
+        ("adapters with dropout", ["model.lora.dropout: got 0.1; it must be 0"]),
+        (
+            "adapters and an unknown key",
+            ["unknown config key model.lora.r;", "known keys: model.lora.rank, model.lora.alpha"],
+        ),
+        (
+            "adapters and a reference",
+            ["reference.offload: got always, but with model.lora", "Leave reference.offload out"],
+        ),
+        (
+            "resumes with adapters",
+            ["model.lora.rank: got 4, but step 4 was saved without adapters", "set model.lora.rank=0", "merge the"],
         ),
         (
             "resumes with another optimizer",

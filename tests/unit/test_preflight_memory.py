@@ -6,14 +6,27 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from launch.checks.memory import check_placement
 from launch.checks.results import FAILED, OK, WARNING
 from rl.config.load import load_config
-from rl.config.schema import ROOT, Config
-from rl.model.memory import LIBRARIES, checkpoint_bytes, estimate, host_bytes, num_kept
-from rl.model.shape import ModelSize, local_folder, measure_size
+from rl.config.schema import ROOT, Config, ConfigError, LoraConfig
+from rl.learner.optimizers import MIN_BLOCK, block_size
+from rl.model import memory
+from rl.model.lora import inject
+from rl.model.memory import (
+    LIBRARIES,
+    checkpoint_bytes,
+    estimate,
+    host_bytes,
+    moment_bytes,
+    num_adapter_parameters,
+    num_kept,
+)
+from rl.model.shape import AdaptedLayers, ModelSize, check_model, local_folder, measure_size
 from rl.placement.roles import Placement, plan
+from tests.public_models import QWEN_7B, write_model
 
 BILLION = 10**9
 
@@ -62,7 +75,7 @@ def test_disaggregated_roles_need_different_things() -> None:
     needs = estimate(config, planned(config, 4, 8), ModelSize(1_600_000_000))
     assert {need.roles: (need.learner, need.engine) for need in needs} == {
         ("rollout",): (0, 3_200_000_000),
-        ("inference",): (ModelSize(1_600_000_000)),
+        ("inference",): (1_600_000_000, 0),
         ("actor",): (3_200_000_000, 0),
     }
     assert [need.host - LIBRARIES for need in needs] == [0, 0, 12 * 200_000_000]
@@ -177,3 +190,118 @@ def test_a_phase_counts_only_its_own_roles() -> None:
     assert row.state == OK and all("learner" not in line for line in row.details), row
     row, *_ = check_placement(load_config(), 1, 2, gpus, phase="update")
     assert row.state == OK and all("engine" not in line for line in row.details), row
+
+
+LORA = ["model.lora.rank=16", "model.dtype=bfloat16"]
+# 1.7 billion parameters; adapters of rank 16 have 16 x (500,000 + 600,000) = 17.6 million.
+SIZE, NUM_IN_ADAPTERS = ModelSize(1_700_000_000, 1_500_000_000, AdaptedLayers(168, 500_000, 600_000)), 17_600_000
+
+
+def test_adapters_of_a_collocated_policy() -> None:
+    """2 bytes a frozen parameter, 16 a trained one. The reference is the policy without adapters."""
+    config = load_config(overrides=[*LORA, "algo.kl_coef=0.1"])
+    (need,) = estimate(config, planned(config, 1, 2), SIZE)
+    assert need.models == {"policy": 1_700_000_000 + 8 * NUM_IN_ADAPTERS}
+    assert need.engine == 2 * 1_700_000_000
+    assert need.host == LIBRARIES + 6 * NUM_IN_ADAPTERS, "only adapters and moments are copied for a checkpoint"
+    assert checkpoint_bytes(config, planned(config, 1, 2), SIZE) == [12 * NUM_IN_ADAPTERS]
+    full = load_config(overrides=["model.dtype=bfloat16", "algo.kl_coef=0.1"])
+    (whole,) = estimate(full, planned(full, 1, 2), SIZE)
+    assert need.models["policy"] < 0.35 * whole.models["policy"] and "reference" in whole.models
+    wide = load_config(overrides=["model.lora.rank=16"])
+    (need,) = estimate(wide, planned(wide, 1, 2), SIZE)
+    assert need.models == {"policy": 2 * 1_700_000_000 + 8 * NUM_IN_ADAPTERS}, "frozen weights are in model.dtype"
+    (need,) = estimate(config, planned(config, 1, 2), SIZE, trains=False)
+    assert need.models == {"policy": 1_700_000_000 + 2 * NUM_IN_ADAPTERS} and need.host == LIBRARIES
+
+
+@pytest.mark.parametrize(
+    ("offload", "on_device", "offloaded", "on_host"),
+    [
+        ("none", (2, 16), (0, 0), (0, 0)),
+        ("moments", (2, 16), (0, 8), (0, 8)),
+        ("rollout", (2, 16), (2, 16), (2, 12)),
+        ("always", (0, 0), (0, 0), (2, 16)),
+    ],
+)
+def test_offloaded_adapters(
+    offload: str, on_device: tuple[int, int], offloaded: tuple[int, int], on_host: tuple[int, int]
+) -> None:
+    """Bytes of a frozen and of a trained parameter. Host memory also has 12 for the copy of a checkpoint."""
+    config = load_config(overrides=[*LORA, f"actor.offload={offload}"])
+    (need,) = estimate(config, planned(config, 1, 1), SIZE)
+    found = need.learner, need.offloaded, need.host - LIBRARIES - 12 * NUM_IN_ADAPTERS
+    assert found == tuple(a * 1_700_000_000 + b * NUM_IN_ADAPTERS for a, b in (on_device, offloaded, on_host))
+
+
+def test_adapters_beside_inference_ranks_and_a_critic() -> None:
+    """Inference ranks hold the merged policy and the reference in float32. A critic has adapters, or is whole."""
+    ranks = ["placement.rollout=0", "placement.inference=1", "placement.actor=2"]
+    config = load_config(overrides=[*LORA, *ranks, "algo.kl_coef=0.1", "algo.advantage=gae"])
+    _, inference, actor = estimate(config, planned(config, 1, 3), SIZE, SIZE)
+    assert inference.models == dict.fromkeys(["copy of the policy", "reference"], 4 * 1_700_000_000)
+    state = 2 * 1_700_000_000 + 16 * NUM_IN_ADAPTERS
+    assert actor.models == {"policy": state, "critic": state}
+    assert checkpoint_bytes(config, planned(config, 1, 3), SIZE, SIZE) == [24 * NUM_IN_ADAPTERS]
+    config = load_config(overrides=[*LORA, *ranks, "algo.advantage=gae", "critic.lora=false"])
+    *_, actor = estimate(config, planned(config, 1, 3), SIZE, SIZE)
+    assert actor.models == {"policy": state, "critic": 16 * 1_700_000_000}
+    saved = 12 * NUM_IN_ADAPTERS + 14 * 1_700_000_000
+    assert checkpoint_bytes(config, planned(config, 1, 3), SIZE, SIZE) == [saved]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (["actor.optimizer=adamw"], 8 * NUM_IN_ADAPTERS),
+        (["actor.optimizer=sgd"], 4 * NUM_IN_ADAPTERS),
+        (["actor.optimizer=sgd", "actor.beta1=0"], 0),
+        (["actor.optimizer=muon"], 4 * NUM_IN_ADAPTERS),  # adapters are matrices of layers
+        (["actor.optimizer=adamw_8bit"], 16 * (500_000 * 2 + 500_000 * 8 // 256 + 600_000 * 8)),
+        (["actor.optimizer=adamw_8bit", "model.lora.rank=64"], 64 * (1_100_000 * 2 + 1_100_000 * 8 // 256)),
+    ],
+)
+def test_moments_of_adapters(settings: list[str], expected: int) -> None:
+    """8-bit AdamW keeps float32 moments for B, whose rows are as short as the rank, and quantizes longer rows."""
+    config = load_config(overrides=[*LORA, *settings])
+    assert moment_bytes(config, SIZE, config.model.lora) == pytest.approx(expected, abs=100)
+    assert memory.MIN_BLOCK == MIN_BLOCK
+    assert bool(block_size((3584, config.model.lora.rank))) == (config.model.lora.rank == 64)
+
+
+@pytest.mark.parametrize("targets", [["all-linear"], ["q_proj", "v_proj"]])
+def test_adapters_are_counted_as_peft_makes_them(targets: list[str]) -> None:
+    folder, lora = ROOT / "configs/tiny", LoraConfig(rank=3, targets=targets)
+    size = measure_size(folder, targets)
+    assert size is not None
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    inject(model, lora, "float32")
+    adapters = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
+    assert num_adapter_parameters(lora, size) == sum(adapters)
+    assert size.adapted.num_layers == len(adapters) / 2 == (14 if targets == ["all-linear"] else 4)
+
+
+@pytest.mark.parametrize("target", ["q_project", "lm_head", "embed_tokens", "input_layernorm"])
+def test_targets_are_compared_with_the_files_of_the_model(target: str) -> None:
+    config = load_config(overrides=["model.lora.rank=4", f"model.lora.targets=[q_proj,{target}]"])
+    names = "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
+    with pytest.raises(ConfigError, match=f"model.lora.targets: got {target}, but no linear .* fit these: {names}"):
+        check_model(config, ROOT / "configs/tiny")
+    row, *_ = check_placement(config, 1, 2, [{}] * 2)
+    assert row.state == FAILED and target in row.text
+    check_model(load_config(overrides=[f"model.lora.targets=[{target}]"]), ROOT / "configs/tiny")
+
+
+def test_7_billion_parameters_fit_one_card_with_adapters(tmp_path: Path) -> None:
+    """15.2 GB of frozen weights and 0.65 GB of adapters beside an engine that fills half of 80 GB. All of it would
+    need 122 GB."""
+    write_model(tmp_path / "qwen", QWEN_7B)
+    settings = [f"model.path={tmp_path / 'qwen'}", "model.dtype=bfloat16", "rollout.gpu_memory_fraction=0.5"]
+    gpus = [{"total": 80 * BILLION}]
+    row, _, disk = check_placement(load_config(overrides=[*settings, "model.lora.rank=16"]), 1, 1, gpus)
+    assert row.state == OK, row
+    assert "adapters of rank 16 on 196 linear layers: 40.37 M of 7,655.99 M parameters are trained" in row.text
+    assert any("each 15.88 GB policy, 15.23 GB engine's weights" in line for line in row.details), row
+    assert disk == [12 * 40_370_176]
+    assert check_placement(load_config(overrides=settings), 1, 1, gpus)[0].state == FAILED

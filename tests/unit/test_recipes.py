@@ -7,11 +7,12 @@ import dataclasses
 import json
 import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 from omegaconf import OmegaConf
 
+from rl.config.differences import flatten
 from rl.config.load import load_config
 from rl.config.modes import for_evaluation
 from rl.config.schema import ROOT, Config
@@ -35,15 +36,16 @@ class Shape(NamedTuple):
     num_positions: int
     num_parameters: float  # in billions
     num_head_parameters: float = 0.0  # of an untied output layer, which a critic does not have
+    adapter_width: int = 0  # inputs and outputs of all linear layers but the head, in all layers together
 
 
 SHAPES = {
-    "HuggingFaceTB/SmolLM2-135M-Instruct": Shape(9, 8192, 0.1345),
+    "HuggingFaceTB/SmolLM2-135M-Instruct": Shape(9, 8192, 0.1345, adapter_width=30 * (4992 + 5184)),
     "Qwen/Qwen2.5-0.5B-Instruct": Shape(14, 32768, 0.494),
     "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": Shape(12, 131072, 1.777),
     "Qwen/Qwen2.5-3B": Shape(16, 32768, 3.086),
     "Qwen/Qwen2.5-3B-Instruct": Shape(16, 32768, 3.086),
-    "Qwen/Qwen2.5-7B-Instruct": Shape(28, 32768, 7.616, 0.545),
+    "Qwen/Qwen2.5-7B-Instruct": Shape(28, 32768, 7.616, 0.545, adapter_width=28 * (40_448 + 49_664)),
     "Qwen/Qwen2.5-Math-7B": Shape(28, 4096, 7.616, 0.545),
     "Qwen/Qwen2.5-14B": Shape(40, 131072, 14.77),
 }
@@ -61,21 +63,14 @@ def head_of(file: Path) -> str:
     return " ".join(line.lstrip("# ") for line in lines if line.startswith("#"))
 
 
-def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values by dotted key. A role map is one value."""
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        is_section = not prefix and name != "placement"
-        found |= flatten(value, f"{name}.") if is_section else {f"{prefix}{name}": value}
-    return found
-
-
 @every_file
 def test_it_fits_its_own_world(file: Path) -> None:
     config = load_config(file)
     placement = planned(config)
     sizes = dict.fromkeys(TINY, 2) | {
         "gsm8k_smollm2_135m": 1,
+        "gsm8k_smollm2_135m_lora": 1,
+        "math_qwen2.5_7b_lora": 1,
         "ppo_qwen2.5_7b": 16,
         "ppo_qwen2.5_0.5b": 2,
         "math_qwen2.5_14b": 32,
@@ -133,14 +128,18 @@ def test_its_head_names_its_world_and_its_data(file: Path) -> None:
 
 @every_recipe
 def test_memory_in_its_head_is_what_the_arithmetic_gives(file: Path) -> None:
-    """Training state has 16 bytes per parameter over the actors, a reference or the model of inference ranks 4, an
-    engine 2 over its ranks. Host memory holds offloaded state, the copy of a checkpoint and 1 GB of libraries."""
+    """Training state has 16 bytes per trained parameter over the actors and 2 per frozen one, a reference or the model
+    of inference ranks 4, an engine 2 over its ranks. With adapters, there is no reference. Host memory holds offloaded
+    state, the copy of a checkpoint and 1 GB of libraries."""
     config, head = load_config(file), head_of(file)
     placement, shape = planned(config), SHAPES[config.model.path]
     num_actors = len(placement.actors)
-    state = 16 * shape.num_parameters / num_actors
+    state, lora = 16 * shape.num_parameters / num_actors, config.model.lora
+    if lora.is_set:
+        assert shape.adapter_width
+        state = (2 * shape.num_parameters + 16e-9 * lora.rank * shape.adapter_width) / num_actors
     assert f"{state:.1f} GB of training state" in head
-    reference = 4 * shape.num_parameters / num_actors if config.algo.kl_coef else 0.0
+    reference = 4 * shape.num_parameters / num_actors if config.algo.kl_coef and not lora.is_set else 0.0
     assert (f"{reference:.1f} GB of the reference" in head) == bool(reference)
     assert "reference" not in head or reference
     critic = 16 * (shape.num_parameters - shape.num_head_parameters) / num_actors if config.algo.has_critic else 0.0

@@ -126,20 +126,22 @@ def test_a_resumed_run_has_its_charts_before_its_first_step(tmp_path: Path) -> N
 
 def test_settings_and_placement_are_shown_without_credentials(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path, 9)
-    config = load_config(None, ["actor.lr=3e-4", "rollout.engine_options={hf_token: hf_abcdefghijklmnopqrst}"])
+    settings = ["actor.lr=3e-4", "model.lora.rank=16", "rollout.engine_options={hf_token: hf_abcdefghijklmnopqrst}"]
+    config = load_config(None, settings)
     writer.describe_run(config, plan({"rollout": "0", "actor": "1-2"}, 1, 3))
     writer.write(1, 2, STEP)
     writer.close("fake")
     board = EventReader(tmp_path)
-    ((_, settings),) = board.texts("run/config")
-    changed, _, everything = settings.partition("all settings")
+    ((_, shown),) = board.texts("run/config")
+    changed, _, everything = shown.partition("all settings")
     assert "lr: 0.0003" in changed and "max_grad_norm" not in changed and "max_grad_norm: 1.0" in everything
-    assert "hf_abc" not in settings and "hf_token: '***'" in changed
+    assert "hf_abc" not in shown and "hf_token: '***'" in changed
     ((_, placement),) = board.texts("run/placement")
     assert "3 ranks on 1 node: rollout 0, actor 1-2; 1 engine" in placement
     found = board.hyperparameters()
     assert found["actor.lr"] == pytest.approx(3e-4)
     assert (found["algo.advantage"], found["rollout.num_samples_per_prompt"]) == ("grpo", 8)
+    assert (found["model.lora.rank"], found["model.lora.alpha"]) == (16, 32) and "rank: 16" in changed
     assert found["reward/mean"] == 0.5
     assert "hf_abc" not in b"".join(path.read_bytes() for path in tmp_path.glob("events.*")).decode("latin-1")
 
