@@ -23,7 +23,7 @@ from rl.rollout.conversations import RecordedConversation
 from rl.rollout.dispatch import NewTasks, Pull, Task
 from rl.rollout.engine import Completion, Engine, Request
 from rl.rollout.group import Group
-from rl.rollout.recovery import EngineHost
+from rl.rollout.recovery import EngineHost, EngineRebuilt
 from rl.rollout.responses import Response
 from rl.rollout.speeds import StepTimer
 from rl.rollout.turns import Conversations
@@ -342,7 +342,10 @@ class RolloutService(Service):
         self._to_restart = [group for group in again.values() if group.carried or not group.task.is_carried]
         self._is_rebuilt = True
         self._tell_followers(RebuildEngine())
+        began = time.perf_counter()
         self.host.replace()
+        step, reason, took_s = self._world.step, f"{type(error).__name__}: {error}", time.perf_counter() - began
+        self._mail.send(self._leader, EngineRebuilt(self.engine.name, step, reason, len(lost), took_s))
         if self.host.donation is None:
             self._mail.send(self._leader, Order("publish again"))
 
