@@ -84,9 +84,9 @@ def note_rebuilt_engines(run: Run) -> None:
 def describe_rebuild(rebuilt: EngineRebuilt, lead: int, index: int | None) -> str:
     """Describe the rebuild of an engine in one line, which fits into an event."""
     reason = rebuilt.reason.partition("\n")[0]
-    reason = reason if len(reason) <= MAX_REASON else reason[: MAX_REASON - 4] + " ..."
+    reason = f"{reason}." if len(reason) <= MAX_REASON else reason[: MAX_REASON - 4] + " ..."
     return (
-        f"engine {index} ({rebuilt.engine}) of rank {lead} failed: {reason}. It was rebuilt in "
+        f"engine {index} ({rebuilt.engine}) of rank {lead} failed: {reason} It was rebuilt in "
         f"{rebuilt.seconds:.0f} s, and its unfinished groups ({rebuilt.num_groups}) are sampled again"
     )
 

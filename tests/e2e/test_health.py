@@ -99,15 +99,11 @@ PHASES = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", ["mismatch", "lag"])
+@pytest.mark.parametrize("rule", ["mismatch", "truncation"])
 def test_a_rule_ends_an_update_of_recorded_groups_and_the_next_commands_say_so(rule: str, tmp_path: Path) -> None:
-    """The rule mismatch doubts the weights of step 2, so that step is trained again. The rule lag does not."""
+    """The rule mismatch doubts the weights of step 2, so that step is trained again. The rule truncation does not."""
     folder, last = tmp_path / "run", 1 if rule == "mismatch" else 2
-    actions = "health.actions={mismatch: stop}"
-    settings = PHASES
-    if rule == "lag":  # each response takes several rounds, and so several updates
-        actions = "health.actions={mismatch: off, truncation: off, lag: stop}"
-        settings = [*PHASES, "debug.mean_response_tokens=6", "rollout.max_tokens_per_round=1", "health.max_lag=0.01"]
+    settings, actions = [*PHASES, "debug.mean_response_tokens=6"], f"health.actions={{{rule}: stop}}"
     steps = [Command(folder, 2, [*phase, *settings, actions]) for phase in (ROLLOUT, UPDATE, ROLLOUT)]
     run_all(steps)
     assert steps_on(folder) == [1]
