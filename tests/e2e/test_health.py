@@ -94,42 +94,46 @@ def test_skipped_steps_end_the_run_with_its_last_good_weights_and_a_resumed_run_
 
 PHASES = [
     *("rollout.engine=fake", "train.num_prompts_per_step=4", "rollout.num_samples_per_prompt=2", "eval.interval=0"),
-    *("train.num_steps=4", f"{REWARDS}:varied", "health.num_steps=2"),
+    *("train.num_steps=4", f"{REWARDS}:varied", "debug.mean_response_tokens=6"),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", ["mismatch", "truncation"])
-def test_a_rule_ends_an_update_of_recorded_groups_and_the_next_commands_say_so(rule: str, tmp_path: Path) -> None:
-    """The rule mismatch doubts the weights of step 2, so that step is trained again. The rule truncation does not."""
-    folder, last = tmp_path / "run", 1 if rule == "mismatch" else 2
-    settings, actions = [*PHASES, "debug.mean_response_tokens=6"], f"health.actions={{{rule}: stop}}"
-    steps = [Command(folder, 2, [*phase, *settings, actions]) for phase in (ROLLOUT, UPDATE, ROLLOUT)]
-    run_all(steps)
-    assert steps_on(folder) == [1]
-    run = ["--nproc-per-node=2", "train.py", *UPDATE, f"run.dir={tmp_path}", "run.name=run", *settings, actions]
+@pytest.mark.timeout(330)  # six starts
+@pytest.mark.parametrize(
+    ("rule", "num_steps", "num_sampled"),
+    [("mismatch", 2, 0), ("truncation", 1, 4)],
+)
+def test_a_rule_ends_an_update_of_recorded_groups_and_the_next_commands_say_so(
+    rule: str, num_steps: int, num_sampled: int, tmp_path: Path
+) -> None:
+    """The rule mismatch doubts the weights of step 2, so step 2 is trained again. The rule truncation ends step 1, and
+    saves it. Rules see the steps of earlier commands."""
+    folder = tmp_path / "run"
+    settings = [*PHASES, f"health.num_steps={num_steps}", f"health.actions={{{rule}: stop}}"]
+    run_all([Command(folder, 2, [*phase, *settings]) for phase in [ROLLOUT, UPDATE, ROLLOUT][: 2 * num_steps - 1]])
+    run = ["--nproc-per-node=2", "train.py", *UPDATE, f"run.dir={tmp_path}", "run.name=run", *settings]
     process = start(*run, restarts=True)
     output = finish(process, 100)
     assert process.returncode == 1, output[-3000:]
     *_, before_last, final = output.rstrip().splitlines()
     assert before_last == "oneworld: fatal, will not be restarted"
     assert final.startswith(f"oneworld: health.{rule}: ") and "(since step 1). What to try: " in final
-    end = f"This rule ends the run (health.actions). The newest checkpoint: step {last} is saved (run.name=run)"
+    end = "This rule ends the run (health.actions). The newest checkpoint: step 1 is saved (run.name=run)"
     assert final.endswith(end), final
     assert (folder / "FATAL").read_text().rstrip() == final
-    assert steps_on(folder)[-1] == last
-    assert status_line(folder).startswith("ended at step 2") and f"health.{rule}" in status_line(folder)
+    assert steps_on(folder) == [1]
+    assert status_line(folder).startswith(f"ended at step {num_steps}") and f"health.{rule}" in status_line(folder)
     assert [event.kind for event in read_events(folder)][-1] == "fault"
 
-    again = [Command(folder, 2, [*phase, *settings, actions]) for phase in (ROLLOUT, UPDATE, ROLLOUT)]
-    sampled, trained, after = run_all(again)
+    others = [*settings[:-1], "health.actions={}"]
+    sampled, trained = run_all([Command(folder, 2, [*phase, *others]) for phase in (ROLLOUT, UPDATE)])
     for later in (sampled, trained):
-        said = f"oneworld: a health rule ended this run at step 2. health.{rule}: "
+        said = f"oneworld: a health rule ended this run at step {num_steps}. health.{rule}: "
         assert later.count(said) == 1, later
-        assert f" The run continues after step {last}, and the rules look at its new steps only: " in later
-    assert f"step {last + 1} is done: {0 if rule == 'mismatch' else 4} groups sampled" in sampled, sampled
-    assert steps_on(folder)[-1] == last + 1
-    assert "a health rule ended this run" not in after
+        assert " The run continues after step 1, and the rules look at its new steps only: " in later
+    assert f"the phase rollout of step 2 is done: {num_sampled} groups sampled" in sampled, sampled
+    assert steps_on(folder)[-1] == 2 and not (folder / "FATAL").exists()
 
 
 @pytest.mark.slow

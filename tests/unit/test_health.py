@@ -143,6 +143,7 @@ NEAR_MISSES: dict[str, Callable[[int], Row]] = {
     "reward_flat, one sample differs": steady(reward__mean=1 / NUM_SAMPLES, reward__std=0.06),
     "reward_flat, rewards of -1 and 1": steady(reward__mean=0.0, reward__std=1.0),
     "reward_flat, 9 of 10 steps": lambda step: GOOD | ({"reward/mean": 0.0, "reward/std": 0.0} if step % 10 else {}),
+    "reward_flat, 0 but once 1": lambda step: GOOD | {"reward/mean": float(step % 10 == 0), "reward/std": 0.0},
     "no_signal, one of 32 groups has one": steady(reward__no_signal=31 / 32),
     "no_signal, 9 of 10 steps": lambda step: GOOD | {"reward/no_signal": float(step % 10 > 0)},
     "entropy, at the limit": steady(policy__entropy=0.02),
@@ -157,7 +158,7 @@ NEAR_MISSES: dict[str, Callable[[int], Row]] = {
     "gradient_spikes, too few before": once("optim/grad_norm", 99.0, 5),
     "gradient_spikes, no gradients": steady(optim__grad_norm=0.0),
     "skipped_steps, none": steady(optim__skipped_steps=0.0, critic__skipped_steps=0.0),
-    "timeouts, at the limit": steady(reward__timeouts=0.05 * NUM_SAMPLES),
+    "timeouts, at the limit": lambda step: GOOD | {"reward/timeouts": 13.0 if step % 5 else 12.0},  # 128 of 2,560
     "timeouts, one bad step": once("reward/timeouts", 0.4 * NUM_SAMPLES, 50),
     "waiting, at the limit": steady(perf__wait__actor__rollout=0.4),
     "waiting, two roles": steady(perf__wait__actor__rollout=0.35, perf__wait__rollout__actor=0.45),
