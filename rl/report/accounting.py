@@ -93,7 +93,7 @@ class AccountingFile:
 
 
 def _sum_engines(accounts: Sequence[RankAccount]) -> dict[str, list[float]]:
-    """Return the sums of all engines' steps. See EngineSteps."""
+    """Return the sums of all engines' steps. See rl/rollout/meter.py."""
     names = sorted({name for account in accounts for name in account.engine})
     sums = {name: zip(*(account.engine[name] for account in accounts if name in account.engine)) for name in names}
     return {name: [round(sum(column), 6) for column in columns] for name, columns in sums.items()}

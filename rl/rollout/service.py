@@ -23,11 +23,10 @@ from rl.rollout.conversations import RecordedConversation
 from rl.rollout.dispatch import NewTasks, Pull, Task
 from rl.rollout.engine import Completion, Engine, Request
 from rl.rollout.group import Group
+from rl.rollout.meter import EngineMeter
 from rl.rollout.recovery import EngineHost
 from rl.rollout.responses import Response
-from rl.rollout.speeds import StepTimer
 from rl.rollout.turns import Conversations
-from rl.rollout.use import UseMeter
 from rl.watch.heart import HEART, size_class
 from rl.watch.ledger import Awaited
 from rl.world.messages import Letter, Message
@@ -136,9 +135,8 @@ class RolloutService(Service):
         self._is_rebuilt = False  # the engine was replaced, and has sampled nothing yet
         self._num_prompt_tokens = 0  # in requests that were added since the last step
         self._reported_at = 0.0  # when the leader was told of the progress
-        self._stepped_at: float | None = None  # when the last step ended; None: the engine had nothing left to do
-        self._timer, self._is_decoding = StepTimer(), False  # whether the last step read no prompts
-        self._meter = UseMeter()
+        self._meter = EngineMeter()
+        world.accounts.take_engine_costs = self._meter.take_costs
         self.recorder: Recorder | None = None  # in the phase rollout: writes groups to files
         self.conversations: Conversations | None = None  # on the lead, if samples are conversations
         self._room = 0  # for groups, that the leader knows of
@@ -216,26 +214,11 @@ class RolloutService(Service):
             groups, self._to_restart, self._is_rebuilt = self._to_restart, [], False
             return self._begin(groups)
         self._tell_followers(StepEngine())
-        num_responses, started = self.engine.num_unfinished, time.perf_counter()
-        # What is done with the responses of a step delays the next one, so accounts count it too.
-        began = self._stepped_at if self._stepped_at is not None else started
-        num_prompt_tokens, was_decoding = self._num_prompt_tokens, self._is_decoding
         try:
-            ended = self._step()
+            ended = self._meter.measure(self._step, self.engine, self._num_prompt_tokens)
         except Exception as error:
             return self._recover(error)
-        now = time.perf_counter()
-        step_s, num_tokens = now - started, sum(len(done.tokens) for done in ended)
-        self._stepped_at = now if self.engine.num_unfinished else None
-        # An engine that schedules asynchronously waits for the prompts of a step in the next one.
-        self._is_decoding = not num_prompt_tokens
-        if was_decoding and self._is_decoding:
-            self._timer.add(num_responses, step_s)
-            self._world.accounts.engine_steps.add_decode(num_responses, now - began)
-        else:
-            self._world.accounts.engine_steps.add_prefill(num_responses, now - began, num_prompt_tokens)
-        self._meter.add(num_tokens, step_s, self.engine.kv_use, self.engine.kv_bytes)
-        HEART.beat(f"{self.engine.num_unfinished} responses", num_tokens)
+        HEART.beat(f"{self.engine.num_unfinished} responses", sum(len(done.tokens) for done in ended))
         with self.conversations.together() if self.conversations is not None else nullcontext():
             is_last_of_group = [self._take(completion) for completion in ended]
         self._report_progress(is_urgent=any(is_last_of_group))
@@ -359,7 +342,7 @@ class RolloutService(Service):
     def _pull(self) -> None:
         if self.host.is_lead:
             self._room = self._num_free
-            pull = Pull(self._room, len(self._being_sampled), self._timer.take(), self._meter.take())
+            pull = Pull(self._room, len(self._being_sampled), self._meter.take_times(), self._meter.take_use())
             self._mail.send(self._leader, pull)
 
     def _start(self, tasks: list[Task]) -> None:

@@ -39,7 +39,7 @@ class RankAccount:
     rank: int
     roles: str
     seconds: dict[str, float]
-    engine: dict[str, list[float]] = field(default_factory=dict)  # see EngineSteps
+    engine: dict[str, list[float]] = field(default_factory=dict)  # see rl/rollout/meter.py
 
     @property
     def wall_s(self) -> float:
@@ -53,31 +53,6 @@ class RankAccount:
     def waits(self) -> dict[str, float]:
         """Seconds of waiting by role."""
         return {name.removeprefix(WAIT): s for name, s in self.seconds.items() if name.startswith(WAIT)}
-
-
-class EngineSteps:
-    """The times of an engine's steps, as sums from which a line can be fitted.
-
-    A decode step takes a fixed time, and a time for each sequence. A step that reads prompts takes longer.
-    """
-
-    def __init__(self) -> None:
-        self._decode, self._prefill = [0.0] * 5, [0.0] * 4
-
-    def add_decode(self, num_sequences: int, seconds: float) -> None:
-        terms = 1.0, num_sequences, num_sequences**2, seconds, num_sequences * seconds
-        self._decode = [total + term for total, term in zip(self._decode, terms)]
-
-    def add_prefill(self, num_sequences: int, seconds: float, num_tokens: int) -> None:
-        terms = 1.0, num_sequences, seconds, num_tokens
-        self._prefill = [total + term for total, term in zip(self._prefill, terms)]
-
-    def take(self) -> dict[str, list[float]]:
-        """Return the sums since the last call. `decode`: steps n, sum of sequences x, of x², of seconds t, and of xt.
-        `prefill`: steps, sequences, seconds, and tokens that were read. Empty if the rank has no engine."""
-        taken = {"decode": self._decode, "prefill": self._prefill}
-        self._decode, self._prefill = [0.0] * 5, [0.0] * 4
-        return {name: sums for name, sums in taken.items() if sums[0]}
 
 
 class Ledger:

@@ -14,7 +14,7 @@ from rl.report.accounting import ACCOUNTING, MAX_RANKS, AccountingFile, describe
 from rl.rollout.dispatch import BatchTime
 from rl.run.reporter import find_slowest
 from rl.watch.heart import HEART, Heart
-from rl.watch.ledger import DISK, NETWORK, Awaited, EngineSteps, Ledger, RankAccount
+from rl.watch.ledger import DISK, NETWORK, Awaited, Ledger, RankAccount
 from rl.world.messages import waiting
 from tests.mails import Mark, connected_worlds, take
 
@@ -170,12 +170,8 @@ def test_the_file_has_a_line_per_step_and_is_bounded(tmp_path: Path) -> None:
     def lines() -> list[dict]:
         return [json.loads(line) for line in (tmp_path / ACCOUNTING).read_text().splitlines()]
 
-    steps = EngineSteps()
-    for count, seconds in ((4, 3.0), (2, 2.0)):
-        steps.add_decode(count, seconds)
-    steps.add_prefill(4, 5.0, 100)
-    engine = replace(account(0, "rollout", busy_rollout=6, wait_actor=3), engine=steps.take())
-    assert steps.take() == {}
+    costs = {"decode": [2, 6, 20, 5, 16], "prefill": [1, 4, 5, 100]}
+    engine = replace(account(0, "rollout", busy_rollout=6, wait_actor=3), engine=costs)
     two = [engine, account(1, "actor", busy_update=4.0000004)]
     file = AccountingFile(tmp_path, 0)
     for step in (1, 2, 3):
@@ -188,7 +184,7 @@ def test_the_file_has_a_line_per_step_and_is_bounded(tmp_path: Path) -> None:
             "rollout": {"ranks": 1, "seconds": {"busy/rollout": 6, "wait/actor": 3}},
             "actor": {"ranks": 1, "seconds": {"busy/update": 4.0}},
         },
-        "engine": {"decode": [2, 6, 20, 5, 16], "prefill": [1, 4, 5, 100]},
+        "engine": costs,
         "ranks": [
             {"rank": 0, "node": 0, "seconds": {"busy/rollout": 6, "wait/actor": 3}},
             {"rank": 1, "node": 1, "seconds": {"busy/update": 4.0}},
