@@ -2,7 +2,7 @@
 
 All ranks of a tensor-parallel engine must make the same calls in the same order. The engine's first rank, the lead,
 decides. Before each call, it sends a message to its followers, which make the same call. So no rank waits for work
-inside a collective.
+inside a collective. See followers.py.
 """
 
 import math
@@ -22,13 +22,13 @@ from rl.rollout.carried import CarriedGroup, FetchGroup
 from rl.rollout.conversations import RecordedConversation
 from rl.rollout.dispatch import NewTasks, Pull, Task
 from rl.rollout.engine import Completion, Engine, Request
+from rl.rollout.followers import FROM_LEAD, AddRequests, Followers, Reason, RebuildEngine, StepEngine, describe_wait
 from rl.rollout.group import Group
 from rl.rollout.meter import EngineMeter
 from rl.rollout.recovery import EngineHost
 from rl.rollout.responses import Response
 from rl.rollout.turns import Conversations
 from rl.watch.heart import HEART, size_class
-from rl.watch.ledger import Awaited
 from rl.world.messages import Letter, Message
 from rl.world.orders import Order
 from rl.world.service import Service
@@ -39,28 +39,11 @@ MIN_SEQUENCES, MIN_PROMPT_TOKENS = 8, 256  # heartbeats treat smaller steps as s
 
 
 @dataclass(frozen=True)
-class StepEngine(Message):
-    """Tell followers to step the engine."""
-
-
-@dataclass(frozen=True)
-class RebuildEngine(Message):
-    """Tell followers to replace the engine, which failed on all of its ranks."""
-
-
-@dataclass(frozen=True)
 class Scored(Message):
     """Deliver the result of the reward functions for one response."""
 
     key: tuple[int, ...]  # batch, position, sample, attempt
     result: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class AddRequests(Message):
-    """Tell followers to give these requests to the engine."""
-
-    requests: list[Request]
 
 
 @dataclass(frozen=True)
@@ -112,7 +95,7 @@ class RolloutService(Service):
     """Sample on one engine. Runs on all of its ranks; followers have no groups and only repeat the lead's calls."""
 
     name = "rollout"
-    kinds = (NewTasks, CarriedGroup, AddRequests, StepEngine, RebuildEngine, Scored, TurnAsked, ConversationEnded)
+    kinds = (NewTasks, CarriedGroup, Scored, TurnAsked, ConversationEnded, *FROM_LEAD)
 
     def __init__(
         self,
@@ -126,7 +109,7 @@ class RolloutService(Service):
         keeps_kv: bool = False,  # carried responses continue with the KV cache of older weights
     ):
         """Set `conversations` before the first task, if samples are conversations."""
-        self.host = host
+        self.host, self._followers = host, Followers(world.mail, host.followers)
         self._world, self._mail, self._rewards, self._tokenizer = world, world.mail, rewards, tokenizer
         self._max_num_groups, self._run_seed, self._leader = max_num_groups, run_seed, leader
         self._keeps_kv = keeps_kv
@@ -153,18 +136,22 @@ class RolloutService(Service):
     @property
     def is_scoring(self) -> bool:
         """Return whether sampled responses wait for their scores, or conversations for tools."""
-        return any(group.num_unscored or group.conversations for group in self._groups.values())
+        return self._reason in ("scores", "tools")
 
     @property
     def awaited(self) -> str:
+        return describe_wait(self._reason, self._leader if self.host.is_lead else self.host.lead)
+
+    @property
+    def _reason(self) -> Reason:
+        """Return why this rank waits when it is not busy."""
+        if not self.host.is_lead:
+            return self._followers.reason
         if any(group.num_unscored for group in self._groups.values()):
-            return Awaited("the scores of its responses", "reward")
-        if self.is_scoring:
-            return Awaited("the tools and environments of its conversations", "environment")
-        if self._to_restart:
-            return Awaited("weights for its new engine", "actor")
-        # A follower waits whenever its lead does, and that is nearly always for the actors.
-        return Awaited(f"work from rank {self._leader if self.host.is_lead else self.host.lead}", "actor")
+            return "scores"
+        if any(group.conversations for group in self._groups.values()):
+            return "tools"
+        return "weights" if self._to_restart else "work"
 
     @property
     def _can_restart(self) -> bool:
@@ -175,6 +162,8 @@ class RolloutService(Service):
         return [group for group in self._groups.values() if not group.is_sampled]
 
     def handle(self, letter: Letter[Any]) -> None:
+        if isinstance(letter.message, FROM_LEAD):
+            self._followers.hear(letter.message)
         match letter.message:
             case NewTasks(tasks):
                 self._start(tasks)
@@ -203,6 +192,12 @@ class RolloutService(Service):
                 self.host.follow(self._step, self.name)
             case RebuildEngine():
                 self.host.replace()
+        self._tell_reason()
+
+    def _tell_reason(self) -> None:
+        """Tell the followers why the lead waits, if it does."""
+        if self.host.followers and not self.busy:
+            self._followers.tell(self._reason)
 
     def _find(self, key: tuple[int, ...]) -> Group | None:
         """Return the group of a sample. Return None if the engine that sampled it has failed since then."""
@@ -212,8 +207,14 @@ class RolloutService(Service):
     def work(self) -> None:
         if self._can_restart:
             groups, self._to_restart, self._is_rebuilt = self._to_restart, [], False
-            return self._begin(groups)
-        self._tell_followers(StepEngine())
+            self._begin(groups)
+        else:
+            self._sample()
+        self._tell_reason()
+
+    def _sample(self) -> None:
+        """Step the engine, and take what it has sampled."""
+        self._followers.call(StepEngine())
         try:
             ended = self._meter.measure(self._step, self.engine, self._num_prompt_tokens)
         except Exception as error:
@@ -324,14 +325,10 @@ class RolloutService(Service):
         # A carried group without responses still waits for its owner.
         self._to_restart = [group for group in again.values() if group.carried or not group.task.is_carried]
         self._is_rebuilt = True
-        self._tell_followers(RebuildEngine())
+        self._followers.call(RebuildEngine())
         self.host.replace()
         if self.host.donation is None:
             self._mail.send(self._leader, Order("publish again"))
-
-    def _tell_followers(self, message: Message) -> None:
-        for rank in self.host.followers:
-            self._mail.send(rank, message)
 
     @property
     def _num_free(self) -> int:
@@ -376,7 +373,7 @@ class RolloutService(Service):
 
     def add_requests(self, requests: list[Request]) -> None:
         """Give requests to the engine, on all of its ranks. Called on the lead."""
-        self._tell_followers(AddRequests(requests))
+        self._followers.call(AddRequests(requests))
         self._add(requests)
 
     def _add(self, requests: list[Request]) -> None:
