@@ -51,7 +51,7 @@ class Reporter:
         self._tokenizer, self._rollouts, self._writer, self._actors = tokenizer, rollouts, writer, actors
         self._health = health
         self.exchange: SampleExchange | None = None  # set it before the first step to write samples
-        self._rewards = RewardSummary(writer.kept_rows if writer is not None else ())
+        self._rewards = RewardSummary(writer.kept_rewards if writer is not None else ())
         is_known = writer is not None and world.device.type == "cuda" and config.model.dtype == "bfloat16"
         peak = peak_flops(torch.cuda.get_device_name(world.device)) if is_known else None
         self._peak_flops = len(actors) * peak if peak else None  # of all actors
