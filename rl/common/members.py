@@ -11,6 +11,6 @@ def metrics_of_members(prefix: str, values: Mapping[int, float], most: int = MAX
     instead: one metric per rank of a large run would cost the leader more time than all others, and fill the disk."""
     if len(values) <= most:
         return {f"{prefix}_{number}": value for number, value in sorted(values.items())}
-    all_values = values.values()
-    figures = {"min": min(all_values), "median": statistics.median(all_values), "max": max(all_values)}
+    ordered = sorted(values.values())
+    figures = {"min": ordered[0], "median": statistics.median(ordered), "max": ordered[-1]}
     return {f"{prefix}_{name}": float(figure) for name, figure in figures.items()}

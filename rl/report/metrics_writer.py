@@ -15,7 +15,7 @@ from rl.report.prometheus import PrometheusEndpoint
 from rl.report.rows import RowFile
 from rl.report.run_texts import list_hyperparameters, make_texts
 from rl.report.tensorboard import EventWriter
-from rl.watch.ledger import RankAccount
+from rl.watch.ledger import StepAccount
 
 ACCURACY = "eval/accuracy"  # every evaluation has it
 
@@ -83,9 +83,9 @@ class MetricsWriter:
         """Show the settings and the placement in TensorBoard."""
         self._events.describe(make_texts(config, placement), list_hyperparameters(config))
 
-    def write_accounts(self, accounts: Sequence[RankAccount], hosts: Sequence[str], about: Mapping[str, Any]) -> None:
+    def write_account(self, account: StepAccount, nodes: Sequence[int], about: Mapping[str, Any]) -> None:
         """Write what the ranks did in a step to accounting.jsonl. See AccountingFile."""
-        self._accounting.write(accounts, hosts, about)
+        self._accounting.write(account, nodes, about)
 
     def write_text(self, name: str, text: str, step: int) -> None:
         self._events.write_text(name, text, step)

@@ -33,7 +33,7 @@ class EngineUse:
 
 def describe_uses(uses: Mapping[int, EngineUse]) -> dict[str, float]:
     """Return the metrics of all engines, which are named by their leads. Engines that did nothing are left out."""
-    speeds = {lead: use.num_tokens / use.seconds for lead, use in sorted(uses.items()) if use.seconds}
+    speeds = {lead: use.num_tokens / use.seconds for lead, use in uses.items() if use.seconds}
     values = metrics_of_members("perf/tokens_per_s/engine", speeds, MAX_ENGINES)
     caching = [use for use in uses.values() if use.seconds and use.max_kv_use >= 0]
     if caching:

@@ -4,9 +4,11 @@ The heartbeats (heart.py) switch between accounts. Every moment belongs to exact
 to the time that has passed. A switch reads the monotonic clock and adds one number. It never waits for a device.
 """
 
+import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 BUSY, WAIT = "busy/", "wait/"  # prefixes of accounts: busy/STAGE and wait/ROLE
 # What a rank can wait for besides the roles of docs/placement.md.
@@ -32,27 +34,62 @@ def role_of(awaited: str) -> str:
     return awaited.role if isinstance(awaited, Awaited) else OTHER
 
 
-@dataclass(frozen=True)
-class RankAccount:
-    """The ledger of one rank for one step. `roles` are joined by commas, as in the placement."""
+class RankAccount(NamedTuple):
+    """What one rank did in a step."""
 
     rank: int
-    roles: str
-    seconds: dict[str, float]
-    engine: dict[str, list[float]] = field(default_factory=dict)  # see rl/rollout/meter.py
+    busy_s: float
+    seconds: Mapping[str, float]  # by account
+
+
+class RoleAccount:
+    """What the ranks of one role did in a step: sums over these ranks, by account."""
+
+    def __init__(self) -> None:
+        self.num_ranks = 0
+        self.first_rank = sys.maxsize
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.shares: defaultdict[str, float] = defaultdict(float)  # of each rank's time
+
+    def mean_seconds(self) -> dict[str, float]:
+        return {name: self.seconds[name] / self.num_ranks for name in sorted(self.seconds)}
+
+    def mean_waits(self) -> dict[str, float]:
+        """Return the shares of the time in which ranks wait, by what they wait for."""
+        waits = sorted(name for name in self.shares if name.startswith(WAIT))
+        return {name.removeprefix(WAIT): self.shares[name] / self.num_ranks for name in waits}
+
+
+class StepAccount:
+    """What all ranks did in a step. The sums are formed as ledgers arrive, in the I/O thread, so that the loop has
+    little to do with them, however many ranks there are."""
+
+    def __init__(self) -> None:
+        self.ranks: list[RankAccount] = []  # in the order of arrival
+        self.engine: dict[str, list[float]] = {}  # sums over the steps of all engines; see rl/rollout/meter.py
+        self._roles: defaultdict[str, RoleAccount] = defaultdict(RoleAccount)
 
     @property
-    def wall_s(self) -> float:
-        return sum(self.seconds.values())
+    def roles(self) -> dict[str, RoleAccount]:
+        """The sums by role, in the order of their first ranks. Ranks with several roles are a role of their own."""
+        return dict(sorted(self._roles.items(), key=lambda item: item[1].first_rank))
 
-    @property
-    def busy_s(self) -> float:
-        return sum(seconds for name, seconds in self.seconds.items() if name.startswith(BUSY))
-
-    @property
-    def waits(self) -> dict[str, float]:
-        """Seconds of waiting by role."""
-        return {name.removeprefix(WAIT): s for name, s in self.seconds.items() if name.startswith(WAIT)}
+    def add(self, rank: int, roles: str, seconds: Mapping[str, float], engine: Mapping[str, Sequence[float]]) -> None:
+        """Add the ledger of a rank, and the sums over its engine's steps. `roles` are joined by commas."""
+        wall_s, busy_s = sum(seconds.values()), 0.0
+        if wall_s > 0:  # otherwise the rank has just been started
+            role = self._roles[roles.replace(",", "_")]
+            role.num_ranks, role.first_rank = role.num_ranks + 1, min(rank, role.first_rank)
+            sums, shares = role.seconds, role.shares
+            for name, value in seconds.items():
+                sums[name] += value
+                shares[name] += value / wall_s
+                if name.startswith(BUSY):
+                    busy_s += value
+        self.ranks.append(RankAccount(rank, busy_s, seconds))
+        for name, terms in engine.items():
+            before = self.engine.get(name, [0.0] * len(terms))
+            self.engine[name] = [total + term for total, term in zip(before, terms, strict=True)]
 
 
 class Ledger:

@@ -7,7 +7,7 @@ The watchdogs measure, so no rank spends time on it, and nothing waits for a dev
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -35,7 +35,7 @@ def measurements(abouts: Mapping[int, Mapping[str, int]]) -> list[Measurement]:
     return [Measurement(rank, *each) for rank, each in values.items() if max(each) >= 0]
 
 
-@dataclass
+@dataclass(slots=True)
 class _Use:
     """What one rank used since the last report."""
 
@@ -64,11 +64,11 @@ class ResourceUse:
                     use.utilization_sum += utilization
                     use.utilization_count += 1
 
-    def take(self, node_of: Callable[[int], int]) -> dict[str, float]:
+    def take(self, nodes: Sequence[int]) -> dict[str, float]:
         """Return metrics since the last call: the highest memory of each rank's card in GB and its mean utilization in
         percent, and the memory of the ranks of each node in GB. Of many ranks or nodes there are only the smallest,
-        median and largest value. A rank that was not measured since then counts with
-        its last measurement, so that the memory of a node can be compared between steps."""
+        median and largest value. A rank that was not measured since then counts with its last measurement, so that the
+        memory of a node can be compared between steps. `nodes` are the nodes of all ranks."""
         with self._lock:
             uses, self._uses = self._uses, defaultdict(_Use)
         self._host_mb |= {rank: use.max_host_mb for rank, use in uses.items() if use.max_host_mb >= 0}
@@ -76,11 +76,11 @@ class ResourceUse:
         utilization = {
             rank: use.utilization_sum / use.utilization_count for rank, use in uses.items() if use.utilization_count
         }
-        nodes = defaultdict[int, float](float)
-        for rank, host_mb in sorted(self._host_mb.items()):
-            nodes[node_of(rank)] += host_mb * MB
+        sums_mb = defaultdict[int, int](int)  # by node
+        for rank, host_mb in self._host_mb.items():
+            sums_mb[nodes[rank]] += host_mb
         return (
             metrics_of_members("gpu/memory_gb/rank", memory)
             | metrics_of_members("gpu/utilization/rank", utilization)
-            | metrics_of_members("host/memory_gb/node", nodes)
+            | metrics_of_members("host/memory_gb/node", {node: total * MB for node, total in sums_mb.items()})
         )

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rl.watch.heart import HEART
-from rl.watch.ledger import RankAccount
+from rl.watch.ledger import StepAccount
 from rl.world.messages import Letter, Mailbox, Message
 from rl.world.progress import Progress
 
@@ -30,7 +30,7 @@ class Accounts:
     def __init__(self, mail: Mailbox, progress: Progress):
         self._mail, self._progress = mail, progress
         self.take_engine_costs: Callable[[], dict[str, list[float]]] = dict  # the lead of an engine sets it
-        self._found: dict[int, dict[int, RankAccount]] = {}  # version -> rank -> ledger
+        self._found: dict[int, StepAccount] = {}  # by version
         self._lock = threading.Lock()
         mail.on(LedgerOfStep, self._on_ledger)  # in the I/O thread
 
@@ -39,15 +39,15 @@ class Accounts:
         ledger = LedgerOfStep(version, self._progress.roles, HEART.ledger.take(), self.take_engine_costs())
         self._mail.send(leader, ledger)
 
-    def take(self, version: int) -> list[RankAccount]:
-        """Return the ledgers of the window that ended when the sync of `version` began, ordered by rank."""
+    def take(self, version: int) -> StepAccount:
+        """Return what all ranks did in the window that ended when the sync of `version` began."""
         with self._lock:
-            taken = self._found.get(version, {})
+            taken = self._found.get(version, StepAccount())
             self._found = {other: found for other, found in self._found.items() if other > version}
-        return [taken[rank] for rank in sorted(taken)]
+        return taken
 
     def _on_ledger(self, letter: Letter[LedgerOfStep]) -> None:
         ledger = letter.message
         with self._lock:
-            window = self._found.setdefault(ledger.version, {})
-            window[letter.source] = RankAccount(letter.source, ledger.roles, ledger.seconds, ledger.engine)
+            window = self._found.setdefault(ledger.version, StepAccount())
+            window.add(letter.source, ledger.roles, ledger.seconds, ledger.engine)
