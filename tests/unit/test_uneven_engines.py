@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from rl.data.prompts import Prompt
-from rl.rollout.dispatch import MAX_IDLE, Dispatcher, NewTasks, Pull, Sampling, Task, divide, share_by_speed
+from rl.rollout.dispatch import MAX_IDLE, Dispatcher, NewTasks, Pull, Sampling, Task
 from rl.rollout.meter import EngineMeter, EngineStep
+from rl.rollout.shares import divide, share_by_speed
 from rl.rollout.speeds import EngineSpeeds
 from rl.world.messages import Letter
 
