@@ -87,9 +87,9 @@ def _rounded(seconds: Mapping[str, float]) -> dict[str, float]:
 def _choose(ranks: Sequence[RankAccount]) -> list[RankAccount]:
     """Return at most MAX_RANKS of the ranks: all of them, or those with the largest and the smallest busy time."""
     if len(ranks) > MAX_RANKS:
-        by_busy = sorted(ranks, key=attrgetter("busy_s", "rank"))
+        by_busy = sorted(ranks)
         ranks = by_busy[: MAX_RANKS // 2] + by_busy[-MAX_RANKS // 2 :]
-    return sorted(ranks)
+    return sorted(ranks, key=attrgetter("rank"))
 
 
 def describe_bound(values: Mapping[str, float]) -> str:
@@ -97,6 +97,7 @@ def describe_bound(values: Mapping[str, float]) -> str:
 
     The actors drive the loop. So whatever they wait for most bounds the step, unless they are busy for longer.
     """
+    values = {name: value for name, value in values.items() if name.startswith(("perf/", "time/"))}  # few of many
     actors = [name.removeprefix(f"{BUSY}/") for name in values if name.startswith(f"{BUSY}/") and "actor" in name]
     role = min(actors, key=len, default="")  # those that only train, if there are any
     if not role:

@@ -37,8 +37,8 @@ def role_of(awaited: str) -> str:
 class RankAccount(NamedTuple):
     """What one rank did in a step."""
 
+    busy_s: float  # the first field, so that accounts are sorted by it
     rank: int
-    busy_s: float
     seconds: Mapping[str, float]  # by account
 
 
@@ -86,7 +86,7 @@ class StepAccount:
                 shares[name] += value / wall_s
                 if name.startswith(BUSY):
                     busy_s += value
-        self.ranks.append(RankAccount(rank, busy_s, seconds))
+        self.ranks.append(RankAccount(busy_s, rank, seconds))
         for name, terms in engine.items():
             before = self.engine.get(name, [0.0] * len(terms))
             self.engine[name] = [total + term for total, term in zip(before, terms, strict=True)]

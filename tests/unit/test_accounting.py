@@ -140,7 +140,7 @@ def test_ledgers_reach_the_leader_before_what_follows_them(monkeypatch: pytest.M
             "actor": (1, 1),
         }
         assert [*found.roles] == ["rollout", "actor"], "in the order of ranks, whichever ledger came first"
-        assert [(one.rank, one.busy_s) for one in sorted(found.ranks)] == [(0, 2.0), (1, 2.0), (2, 2.0)]
+        assert [(one.busy_s, one.rank) for one in sorted(found.ranks)] == [(2.0, 0), (2.0, 1), (2.0, 2)]
         assert not leader.take(1).ranks and not leader._found, "older windows are dropped"
         assert not worlds[0].accounts.take(2).ranks
 

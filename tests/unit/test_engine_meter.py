@@ -4,9 +4,15 @@ from typing import Any
 
 import pytest
 
+from rl.rollout.dispatch import Pull
 from rl.rollout.engine import Completion
 from rl.rollout.meter import EngineMeter, EngineStep
 from rl.rollout.use import EngineUse
+from tests.mails import Mark, connected_worlds, take
+from tests.unit.test_reward_service import NUM_SAMPLES
+from tests.unit.test_reward_service import Bench as ServiceBench
+
+MAX_TOKENS = 9  # of a response in the bench of test_reward_service.py
 
 
 class TimedEngine:
@@ -117,3 +123,25 @@ def test_the_use_of_the_kv_cache_is_weighted_by_seconds(
     for seconds, kv_use in zip((1.0, 3.0), kv_uses):
         meter.add(EngineStep(4, seconds, seconds, is_decode=False, num_tokens=6, kv_use=kv_use))
     assert meter.take_use() == EngineUse(12, 4.0, *expected)
+
+
+def test_a_service_reports_every_step_of_its_engine() -> None:
+    """The fake engine gets three prompts of one token, and adds a token to each response per step."""
+    with connected_worlds(2) as worlds:
+        service = ServiceBench(worlds)
+        service.start(5)
+        num_steps = 0
+        while service.engine.num_unfinished:
+            service.service.work()
+            num_steps += 1
+        costs = worlds[0].accounts.take_engine_costs()
+        assert costs["prefill"][0] + costs.get("decode", [0])[0] == num_steps
+        assert costs["prefill"][3] == NUM_SAMPLES
+        service.mail.send(1, Mark())
+        pulls = []
+        while isinstance(message := take(service.leader, Pull, Mark).message, Pull):
+            pulls.append(message)
+        responses = [response for _, _, response, _ in service.rewards.calls]
+        num_stops = len(responses) - sum(len(response) == MAX_TOKENS for response in responses)
+        assert sum(pull.use.num_tokens for pull in pulls) == sum(map(len, responses)) + num_stops
+        assert sum(count for pull in pulls for _, count, _ in pull.step_times) == costs.get("decode", [0])[0]
