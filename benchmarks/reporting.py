@@ -74,11 +74,10 @@ class StandInWorld:
     def __init__(self, num_ranks: int):
         self.rank, self.step, self.id, self.device = 0, 0, "benchmark", torch.device("cpu")
         self.nodes = Nodes.from_local_ranks([rank % RANKS_PER_NODE for rank in range(num_ranks)])
-        self.progress: Any = SimpleNamespace(
-            take_seconds=lambda: dict.fromkeys((*STAGES, "step"), 0.125) | {"step": 1.0}
-        )
+        seconds = dict.fromkeys((*STAGES, "step"), 0.125) | {"step": 1.0}
+        progress: Any = SimpleNamespace(take_seconds=lambda: seconds)
         mail: Any = SimpleNamespace(on=self._listen)
-        self.accounts = Accounts(mail, self.progress)
+        self.progress, self.accounts = progress, Accounts(mail, progress)
         self.tell_rewards = lambda first, last: None
         self._usage, self._num_ranks, self._chance = ResourceUse(), num_ranks, random.Random(0)
 
