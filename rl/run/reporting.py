@@ -4,7 +4,6 @@ import statistics
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from rl.report.events import read_events, write_event
 from rl.report.health import Finding, Health
@@ -40,11 +39,11 @@ class HealthWatch:
 
 
 class RewardSummary:
-    """The mean reward of the first and of the last NUM_REWARDS steps. `rows` are those of earlier starts of the run."""
+    """The mean reward of the first and of the last NUM_REWARDS steps. `rewards` are those of earlier starts of the
+    run."""
 
-    def __init__(self, rows: Sequence[Mapping[str, Any]]):
-        rewards = [row["reward/mean"] for row in rows if row.get("reward/mean") is not None]
-        self._first, self._last = rewards[:NUM_REWARDS], deque(rewards, maxlen=NUM_REWARDS)
+    def __init__(self, rewards: Sequence[float]):
+        self._first, self._last = [*rewards[:NUM_REWARDS]], deque(rewards, maxlen=NUM_REWARDS)
 
     def add(self, reward: float) -> tuple[float, float]:
         """Add a step, and return both means."""
@@ -95,7 +94,7 @@ def build_health(run: Run, writer: MetricsWriter, sampler: Sampler, end_run: Cal
     """Build the health rules, in the state in which earlier starts of this run have left them. At the end of the run, a
     line about them comes before the writer's summary, which is the last line."""
     health = Health(run.config, sampler.max_lag)
-    health.restore(writer.kept_rows, read_events(run.folder))
+    health.restore(writer.read_kept(), read_events(run.folder))
 
     def close() -> None:
         if summary := health.summary():
