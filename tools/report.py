@@ -17,6 +17,8 @@ from rl.report.page.html import to_html
 from rl.report.page.markdown import to_markdown
 from rl.report.page.read import ReportError, read_runs
 
+MAX_COUNT = 1000  # bounds the memory of a report
+
 
 def choose_output(output: Path | None, runs: list[Path], ending: str) -> Path:
     if output is None:
@@ -29,8 +31,8 @@ def choose_output(output: Path | None, runs: list[Path], ending: str) -> Path:
 
 
 def count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"got {text!r}; give a whole number, 0 or more")
+    if not text.isdecimal() or int(text) > MAX_COUNT:
+        raise argparse.ArgumentTypeError(f"got {text!r}; give a whole number from 0 to {MAX_COUNT}")
     return int(text)
 
 
@@ -44,7 +46,7 @@ def main(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     try:
         output = choose_output(args.output, args.runs, f".{args.format}")
-        page = build_page(read_runs(args.runs), args.window, args.samples)
+        page = build_page(read_runs(args.runs, args.window), args.samples)
         if args.format == "html":
             files = {output.name: to_html(page).encode()}
         else:
