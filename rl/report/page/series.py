@@ -37,7 +37,7 @@ class RunningMean:
         """Return the means at these values."""
         values = np.concatenate([self._before, values])
         # Each window is summed on its own: in differences of running sums, a huge value would spoil all later means.
-        sums = np.lib.stride_tricks.sliding_window_view(values, self._window).sum(axis=1)
+        sums = np.convolve(values, np.ones(self._window), "valid")
         counts = np.minimum(np.arange(1, len(sums) + 1) + self._count, self._window)
         self._before = values[len(sums) :]
         self._count += len(sums)
@@ -68,6 +68,8 @@ class ThinnedPoints:
             return
         if was_whole:
             points, self._parts = np.concatenate([*self._parts, points]), []
+            while self._length * self._max_intervals < self._num_points:
+                self._length *= 2
         while len(points):
             if not self._room:
                 self._open_interval(points[:0])

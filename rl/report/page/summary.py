@@ -62,7 +62,6 @@ class RowSummary:
                 found[1].append(value)
         self.last_step = step
         self._add_bars(step, row)
-        self._add_evaluation(step, row)
         self._num_waiting += 1
         if self._num_waiting == BLOCK:
             self.flush()
@@ -71,6 +70,7 @@ class RowSummary:
         """Add the rows that wait to the curves. Call this after the last row."""
         block, self._block, self._num_waiting = self._block, {}, 0
         seconds = dict(zip(*block.get(STEP_SECONDS, ((), ()))))
+        evaluations: dict[int, dict[str, float]] = {}  # by step
         for name, (steps, values) in block.items():
             if name == "at":
                 self._add_times(steps, values)
@@ -83,6 +83,11 @@ class RowSummary:
                 self.medians[name].extend(values)
             if name.startswith((f"{BUSY}/", f"{WAIT}/")):
                 self.weighted[name] += sum(value * seconds.get(step, 0.0) for step, value in zip(steps, values))
+            if name.startswith(EVALUATION):
+                for step, value in zip(steps, values):
+                    evaluations.setdefault(step, {})[name] = value
+        for step in sorted(evaluations):
+            self._add_evaluation(step, evaluations[step])
 
     def _add_times(self, steps: list[int], times: list[float]) -> None:
         self.progress.add(np.column_stack([steps, times]).astype(float))
@@ -98,10 +103,7 @@ class RowSummary:
             edges = histogram["edges"]
             self.lengths.add(step, dict(zip(pairwise(edges), histogram["counts"])))
 
-    def _add_evaluation(self, step: int, row: Mapping[str, Any]) -> None:
-        values = {name: value for name, value in row.items() if name.startswith(EVALUATION) and is_number(value)}
-        if not values:
-            return
+    def _add_evaluation(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
             bounds = [values.get(f"{name}_low"), values.get(f"{name}_high")]
             if None not in bounds:
@@ -109,7 +111,7 @@ class RowSummary:
                 points.add(np.array([[step, value, *bounds]], dtype=float))
         self.num_evaluations += 1
         kept = self.first_evaluations if len(self.first_evaluations) < NUM_FIRST else self.last_evaluations
-        kept.append({"step": step} | values)
+        kept.append({"step": step, **values})
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
