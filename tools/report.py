@@ -12,6 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # use this checkout, whatever is installed
 from rl.common.files import write_atomically
+from rl.common.text import format_bytes
 from rl.report.page.build import build_page
 from rl.report.page.html import to_html
 from rl.report.page.markdown import to_markdown
@@ -62,9 +63,8 @@ def main(arguments: list[str] | None = None) -> None:
             f"report: cannot write {place}: {error.strerror}. Give a file in a folder that exists and can be written "
             "with --output"
         ) from None
-    print(
-        f"{output}: {len(files[output.name]) / 1e6:.1f} MB" + (f", and {len(files) - 1} PNGs" if len(files) > 1 else "")
-    )
+    pictures_too = f", and {len(files) - 1} PNGs" if len(files) > 1 else ""
+    print(f"{output}: {format_bytes(len(files[output.name]))}{pictures_too}")
 
 
 if __name__ == "__main__":

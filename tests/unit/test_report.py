@@ -434,6 +434,25 @@ def no_metrics(folder: Path) -> list[Path]:
     return [folder]
 
 
+def failed_at_the_start(folder: Path) -> list[Path]:
+    (folder / "metrics.jsonl").write_text("")
+    write_lines(folder / "events.jsonl", [Event(BEGAN, 0, "fault", "rank 1 has no memory", "world1")._asdict()])
+    return [folder]
+
+
+def refused_at_the_start(folder: Path) -> list[Path]:
+    new = folder.with_name("new")
+    (new / "status").mkdir(parents=True)
+    (new / "FATAL").write_text("oneworld: actor.lr is too high\nmore")
+    return [new]
+
+
+def not_begun(folder: Path) -> list[Path]:
+    new = folder.with_name("new")
+    (new / "status").mkdir(parents=True)
+    return [new]
+
+
 def nothing_in_common(folder: Path) -> list[Path]:
     other = folder.with_name("other")
     other.mkdir()
@@ -445,7 +464,18 @@ def nothing_in_common(folder: Path) -> list[Path]:
     ("break_it", "words"),
     [
         (lambda folder: [folder / "none"], "there is no folder .*none. Give the folder of a run, such as runs/demo"),
-        (lambda folder: [folder / "eval"], "eval has no metrics.jsonl, so it is not the folder of a run that trains"),
+        (
+            lambda folder: [folder / "eval"],
+            "eval has no metrics.jsonl, so it is not the folder of a run. Give a",
+        ),
+        (lambda folder: [folder / "run.json"], "run.json is a file. Give the folder of a run, such as runs/demo"),
+        (lambda folder: [folder.parent], "is a folder of runs. Give one or .*, such as .*/first. It has: first"),
+        (
+            failed_at_the_start,
+            "because the run ended before its first step: rank 1 has no memory. Mend that",
+        ),
+        (refused_at_the_start, "because the run ended before its first step: actor.lr is too high. Mend that"),
+        (not_begun, "new/metrics.jsonl has no metrics yet. Wait for the first step of the run"),
         (cut_off, "metrics.jsonl, line 2: this is not JSON: .*. Every line must be a JSON object .* Remove this line"),
         (no_step, "metrics.jsonl, line 2: this is not a row of metrics. Every line must be .* whole number `step`"),
         (goes_back, "metrics.jsonl, line 4: step 2 comes after step 3. .* steps must not decrease. Remove this line"),

@@ -79,7 +79,7 @@ def evaluation_chart(name: str, runs: Sequence[RunData], max_points: int = MAX_P
     bars = base.mark_rule(opacity=0.6).encode(y="low:Q", y2="high:Q")
     line = base.mark_line(strokeWidth=2.5).encode(y="value:Q")
     points = base.mark_circle(size=50, opacity=1).encode(y="value:Q", tooltip=tooltip)
-    caption = "The band is the 95 % interval over prompts."
+    caption = "On held-out prompts. The band is the 95 % interval over prompts."
     return Chart(name.removeprefix("eval/"), _finish(alt.layer(band, bars, line, points), rows), caption)
 
 

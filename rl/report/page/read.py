@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl.common.events import Event, read_events
+from rl.common.events import FREQUENT, Event, read_events
 from rl.report.page.summary import RowSummary
 from rl.report.record import RunRecord, read_record
 from rl.report.rows import METRICS
 
+STATUS = "status"  # folder of a run with a file per rank
+FATAL = "FATAL"  # why a run was not restarted
+MAX_NAMED = 5  # runs in a message
 RESPONSES = re.compile(r"step_(\d+)\.(.+)\.jsonl")  # in RUN/eval, by step and set
 
 
@@ -87,19 +90,43 @@ def _names(folders: Sequence[Path]) -> list[str]:
 def _read_run(folder: Path, name: str, window: int) -> RunData:
     path = folder / METRICS
     if not folder.is_dir():
-        raise ReportError(f"there is no folder {folder}. Give the folder of a run, such as runs/demo")
+        found = f"{folder} is a file" if folder.exists() else f"there is no folder {folder}"
+        raise ReportError(f"{found}. Give the folder of a run, such as runs/demo")
     if not path.is_file():
-        raise ReportError(
-            f"{folder} has no {METRICS}, so it is not the folder of a run that trains, or the run has not begun its "
-            "first step. On several nodes, the node of the first actor has the file"
-        )
+        raise ReportError(_explain_missing(folder))
     try:
         rows, is_cut = _summarize(path, window)
     except OSError as error:
         raise ReportError(f"{path} cannot be read: {error.strerror}. Make it readable for this user") from None
     if not rows.curves:
-        raise ReportError(f"{path} has no metrics yet. Wait for the first step of the run, or give another run")
+        raise ReportError(_explain_no_step(folder))
     return RunData(name, folder, rows, read_events(folder), read_record(folder), is_cut)
+
+
+def _explain_missing(folder: Path) -> str:
+    """Say why a folder without metrics cannot be reported."""
+    runs = sorted(path.parent.name for path in folder.glob(f"*/{METRICS}"))
+    if runs:
+        shown = ", ".join(runs[:MAX_NAMED]) + (f" and {len(runs) - MAX_NAMED} more" if len(runs) > MAX_NAMED else "")
+        return f"{folder} is a folder of runs. Give one or several of them, such as {folder / runs[0]}. It has: {shown}"
+    if not (folder / STATUS).is_dir():
+        return f"{folder} has no {METRICS}, so it is not the folder of a run. Give a folder such as runs/demo"
+    return _explain_no_step(folder)
+
+
+def _explain_no_step(folder: Path) -> str:
+    """Say why a run has no row with a metric."""
+    last = next((event for event in reversed(read_events(folder)) if event.kind not in FREQUENT), None)
+    end = last.text if last is not None and last.kind in ("fault", "stop") else ""
+    if not end and (folder / FATAL).is_file():
+        end = (folder / FATAL).read_text(errors="replace").partition("\n")[0]
+    if end:
+        cause = end.removeprefix("oneworld: ")
+        return f"{folder} has no metrics, because the run ended before its first step: {cause}. Mend that and start again"
+    return (
+        f"{folder / METRICS} has no metrics yet. Wait for the first step of the run, or give another run. On several "
+        "nodes, the node of the first actor has the file: write the report there"
+    )
 
 
 def _summarize(path: Path, window: int) -> tuple[RowSummary, bool]:
