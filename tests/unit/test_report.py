@@ -472,9 +472,9 @@ def nothing_in_common(folder: Path) -> list[Path]:
         (lambda folder: [folder.parent], "is a folder of runs. Give one or .*, such as .*/first. It has: first"),
         (
             failed_at_the_start,
-            "because the run ended before its first step: rank 1 has no memory. Mend that",
+            "since the run ended before its first step: rank 1 has no memory. Mend that",
         ),
-        (refused_at_the_start, "because the run ended before its first step: actor.lr is too high. Mend that"),
+        (refused_at_the_start, "since the run ended before its first step: actor.lr is too high. Mend that"),
         (not_begun, "new/metrics.jsonl has no metrics yet. Wait for the first step of the run"),
         (cut_off, "metrics.jsonl, line 2: this is not JSON: .*. Every line must be a JSON object .* Remove this line"),
         (no_step, "metrics.jsonl, line 2: this is not a row of metrics. Every line must be .* whole number `step`"),

@@ -122,7 +122,7 @@ def _explain_no_step(folder: Path) -> str:
         end = (folder / FATAL).read_text(errors="replace").partition("\n")[0]
     if end:
         cause = end.removeprefix("oneworld: ")
-        return f"{folder} has no metrics, because the run ended before its first step: {cause}. Mend that and start again"
+        return f"{folder} has no metrics, since the run ended before its first step: {cause}. Mend that and start again"
     return (
         f"{folder / METRICS} has no metrics yet. Wait for the first step of the run, or give another run. On several "
         "nodes, the node of the first actor has the file: write the report there"
