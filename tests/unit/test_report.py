@@ -304,13 +304,14 @@ def test_every_metric_is_drawn_once(run: Path) -> None:
 
 
 def test_several_runs_are_overlaid(tmp_path: Path) -> None:
-    folders = [write_run(tmp_path / name / "x", slope=slope, lr=slope) for name, slope in (("a", 0.1), ("b", 0.2))]
+    folders = [write_run(tmp_path / "a" / "x", slope=0.1, lr=0.1, x={"a": 1, "b": True})]
+    folders.append(write_run(tmp_path / "b" / "x", slope=0.2, lr=0.2))
     runs = read_runs(folders)
     assert [run.name for run in runs] == ["a/x", "b/x"], "two folders with the same name"
     rows = rows_of(curve_chart("reward/mean", runs))
     assert [(row["run"], row["value"]) for row in rows if row["step"] == 4] == [("a/x", 0.4), ("b/x", 0.8)]
     page = build_page(runs)
-    assert table(page, "Settings") == {"actor.lr": ["0.1", "0.2"]}
+    assert table(page, "Settings") == {"actor.lr": ["0.1", "0.2"], "actor.x": ["a: 1, b: true", ""]}
     assert table(page, "Summary")["took"] == ["37 s", "37 s"]
 
 

@@ -337,11 +337,18 @@ def _show_settings(runs: Sequence[RunData]) -> Section:
         found, what = find_differences(configs) if configs else {}, "Settings that differ between the runs."
         head = ["setting", *(run.name for run in recorded)]
     if found:
-        rows = [[name, *("" if value is None else str(value) for value in values)] for name, values in found.items()]
+        rows = [[name, *map(_describe_value, values)] for name, values in found.items()]
         blocks.append(Table(head, rows, what))
     elif configs:
         blocks.append(Paragraph("No setting differs."))
     return Section("Settings", blocks)
+
+
+def _describe_value(value: Any) -> str:
+    """Return a setting as a user writes it."""
+    if isinstance(value, dict):
+        return ", ".join(f"{key}: {_describe_value(part)}" for key, part in value.items())
+    return "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _show_environment(runs: Sequence[RunData]) -> Section:
