@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from rl.data.prompts import Prompt
-from rl.rollout.dispatch import MAX_IDLE, Dispatcher, NewTasks, Pull, Sampling, Task, divide, share_by_speed
+from rl.rollout.dispatch import MAX_IDLE, Dispatcher, NewTasks, Pull, Sampling, Task
+from rl.rollout.shares import divide, share_by_speed
 from rl.rollout.speeds import EngineSpeeds, StepTimer
 from rl.world.messages import Letter
 
