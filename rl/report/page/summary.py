@@ -1,6 +1,5 @@
 """What a report keeps of the rows of a run. Its size hardly depends on the number of rows."""
 
-import sys
 from array import array
 from collections import Counter, deque
 from collections.abc import Mapping
@@ -14,7 +13,7 @@ from rl.report.page.series import Bars, Curve, ThinnedPoints
 
 NOT_METRICS = ("step", "version", "at")
 BLOCK = 256  # rows that are added to the curves together
-MAX_NUMBER = sys.float_info.max
+MAX_NUMBER = 1e300  # larger ones count as infinite, so that sums of numbers are finite
 STEP_SECONDS = "time/step"
 # The stages of a step, and those after it. Others belong to the start of an attempt.
 STAGES = ["rollout", "logprobs", "advantages", "update", "sync", "handover", "evaluate", "checkpoint", "other"]
