@@ -7,7 +7,6 @@ lengths in the worst order. What each actor ends up with goes to files.
 import multiprocessing
 import os
 import random
-import socket
 import sys
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from rl.rollout.dispatch import NewTasks, Pull, Sampling, Task
 from rl.rollout.service import ScoredGroup
 from rl.world.messages import Mailbox
 from rl.world.world import World, join
+from tests.ports import free_port
 
 NUM_ACTORS, NUM_MINI_BATCHES, NUM_SAMPLES, HIDDEN_SIZE = 3, 2, 2, 8
 NUM_PROMPTS = {1: 40, 2: 31, 3: 3, 4: 0}  # by batch; 1 and 2 are in flight together, 3 has 2 groups in a mini-batch
@@ -99,9 +99,7 @@ def rank_of_world(rank: int, size: int, port: int, folder: Path) -> None:
 
 
 def main() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     context, size, folder = multiprocessing.get_context("fork"), 1 + NUM_ACTORS, Path(sys.argv[1])
     ranks = [context.Process(target=rank_of_world, args=(rank, size, port, folder)) for rank in range(size)]
     for process in ranks:

@@ -9,7 +9,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import time
 from pathlib import Path
@@ -20,6 +19,7 @@ import pytest
 
 from launch.environment import ROOT, TORCHRUN, activated_environment
 from tests.launcher import finish, start, status_line, train
+from tests.ports import free_port
 from tests.terminal import CTRL_C, terminal
 from tools.install import PATH_FILE
 
@@ -343,8 +343,7 @@ class Terminals:
         environment = activated_environment(PYTHONPATH=f"{site}:{ROOT}" if is_quiet else str(ROOT), **variables)
         environment |= {"ONEWORLD_QUIET_TORCHRUN": "1" if is_quiet else "0", "TMPDIR": str(folder)}
         environment |= {} if restarts else {"PET_MAX_RESTARTS": "0"}
-        with socket.create_server(("", 0)) as server:
-            self._port = server.getsockname()[1]
+        self._port = free_port()
         nodes = ["--nnodes=2", f"--rdzv-endpoint=localhost:{self._port}"] if num_nodes > 1 else []
         words = [*TORCHRUN, *nodes, f"--nproc-per-node={2 // num_nodes}", "tests/e2e/broken_train.py", what, "1"]
         words += [f"run.dir={folder}", "run.name=run", *SETTINGS, "eval.interval=0", *overrides]
