@@ -64,7 +64,8 @@ def main() -> None:
         started = time.monotonic()
         may_fail = each.pop("may_fail", False)
         failed = run(**each)
-        print(f"this took {time.monotonic() - started:.1f} s: {' '.join(each['overrides'])}", flush=True)
+        if len(runs) > 1:
+            print(f"this took {time.monotonic() - started:.1f} s: {' '.join(each['overrides'])}", flush=True)
         if failed and not may_fail:
             sys.exit(failed)
 

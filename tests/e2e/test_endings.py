@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from launch.environment import ROOT, TORCHRUN, activated_environment
-from tests.launcher import finish, start, status_line, train
+from tests.launcher import finish, start, status_line, torchrun_train
 from tests.ports import free_port
 from tests.terminal import CTRL_C, terminal
 from tools.install import PATH_FILE
@@ -59,7 +59,7 @@ def wait_for_step(folder: Path, process: subprocess.Popen, step: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "placement"), [(1, COLLOCATED), (3, DISAGGREGATED[:-1])])
 def test_clean_end(num_ranks: int, placement: list[str], tmp_path: Path) -> None:
-    result = train(tmp_path / "run", num_ranks, *SETTINGS, *placement)
+    result = torchrun_train(tmp_path / "run", num_ranks, *SETTINGS, *placement)
     assert [row["step"] for row in result.metrics] == [1, 2, 3]
     assert "in 3 steps" in result.output
     assert result.output.count("oneworld: the inference ranks have nothing to compute") == (num_ranks == 3)
@@ -218,7 +218,7 @@ def test_repeated_exception_is_fatal_with_restarts_on(what: str, error: str, tmp
 @pytest.mark.slow
 def test_an_exception_that_does_not_come_back_is_survived(tmp_path: Path) -> None:
     """The checkpoint is that of step 1, and step 3 fails once."""
-    train(tmp_path / "run", 2, *SETTINGS, "train.num_steps=1")
+    torchrun_train(tmp_path / "run", 2, *SETTINGS, "train.num_steps=1")
     process = launch(tmp_path, 2, "update, once", 1, restarts=True)
     output = finish(process, 100)
     assert process.returncode == 0, output
