@@ -109,12 +109,13 @@ class Result:
         return batch.select(order)
 
 
-def train(folder: Path, num_ranks: int, *overrides: str, timeout_s: float = 200) -> Result:
+def train(folder: Path, num_ranks: int, *overrides: str, broken: str = "", timeout_s: float = 200) -> Result:
     """Run train.py to its end, which must succeed. `folder` becomes the run's folder.
 
     Ranks are forks of one process (tests/forked_runs.py), which imports only once. `torchrun_train` is the real thing.
+    `broken` is what tests/e2e/broken_train.py breaks on rank 0.
     """
-    described = {"num_ranks": num_ranks, "overrides": [*_place(folder), *overrides]}
+    described = {"num_ranks": num_ranks, "overrides": [*_place(folder), *overrides], "broken": broken}
     command = [sys.executable, "tests/forked_runs.py", json.dumps([described])]
     return _succeed(spawn(command, activated_environment()), folder, timeout_s)
 
