@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rl.data.prompts import Prompt, sample_seed
+from rl.rollout.shares import divide, mix, share_by_speed
 from rl.rollout.speeds import EngineSpeeds, StepTimes
 from rl.rollout.use import EngineUse
 from rl.world.messages import Letter, Mailbox, Message
@@ -125,7 +126,8 @@ class Dispatcher:
     def open(self, tasks: Sequence[Task]) -> None:
         with self._lock:
             self._opened_at, self._ended_at = time.monotonic(), {}
-            self._tasks.extend(self._mix(tasks))
+            is_mixed = any(task.is_carried for task in tasks)
+            self._tasks.extend(mix(tasks, len(self._shares)) if is_mixed else tasks)
             self._speeds = self.measured.measure()
             self._shares = self._divide()
             for lead, taken in self.num_taken.items():
@@ -167,14 +169,6 @@ class Dispatcher:
         with self._lock:
             taken, self._uses = self._uses, dict.fromkeys(self._uses, EngineUse())
         return taken
-
-    def _mix(self, tasks: Sequence[Task]) -> Sequence[Task]:
-        """Order the tasks so that consecutive ones have carried groups of all ages, and new ones. Otherwise one engine
-        would read the longest responses again, while another only starts new ones."""
-        if not any(task.is_carried for task in tasks):
-            return tasks
-        num_engines = len(self._shares)
-        return [task for first in range(num_engines) for task in tasks[first::num_engines]]
 
     def _on_pull(self, letter: Letter[Pull]) -> None:
         lead, pull = letter.source, letter.message
@@ -229,29 +223,3 @@ class Dispatcher:
     def _slots_of(self, lead: int) -> int:
         """Return how many groups an engine samples at once in this batch."""
         return min(self._shares[lead], self._slots.get(lead, self._shares[lead]))
-
-
-def divide(count: int, shares: Mapping[int, float]) -> dict[int, int]:
-    """Divide a number of groups by shares that add up to 1. Rounded down; the largest remainders get what is left."""
-    found = {key: math.floor(count * share + 1e-9) for key, share in shares.items()}
-    by_remainder = sorted(shares, key=lambda key: found[key] - count * shares[key])
-    for key in by_remainder[: count - sum(found.values())]:
-        found[key] += 1
-    return found
-
-
-def share_by_speed(count: int, speeds: Mapping[int, float], overhead: float = 0.0) -> dict[int, int]:
-    """Return how many groups each engine may hold at a time, rounded up, so that all engines end together.
-
-    An engine with k groups takes (k + overhead) / speed: the overhead is the number of groups that take as long as the
-    fixed part of its decode steps. An engine gets no group if its fixed part alone takes as long as the others need.
-    Equal engines have equal shares.
-    """
-    engines = sorted(speeds, key=speeds.__getitem__)
-    while True:
-        seconds = (count + len(engines) * overhead) / sum(speeds[lead] for lead in engines)
-        if seconds * speeds[engines[0]] > overhead or len(engines) == 1:
-            break
-        del engines[0]
-    shares = {lead: math.ceil(seconds * speeds[lead] - overhead - 1e-9) for lead in engines}
-    return dict.fromkeys(speeds, 0) | shares

@@ -1,8 +1,8 @@
 """Estimate how long a step would take with other ranks, or with other rounds, from measured speeds and lengths.
 
 The schedule is the real one (schedule.py). Engines, actors and weight syncs only take time. Engines pull groups when
-they have room, as in dispatch.py. A decode step takes a fixed time, and a time for each sequence. Training takes a time
-for each token, divided by the number of actors. This module has no torch and no messages.
+they have room, in the order of dispatch.py. A decode step takes a fixed time, and a time for each sequence. Training
+takes a time for each token, divided by the number of actors. This module has no torch and no messages.
 """
 
 import heapq
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rl.rollout.schedule import Round, Schedule, SchedulePlan
+from rl.rollout.shares import mix
 
 EPSILON = 1e-6
 
@@ -173,6 +174,8 @@ class Simulation:
         if now is None:
             return
         tasks = [self._task(group) for group in now.groups]
+        if self._done:
+            tasks = mix(tasks, self._setup.num_engines)
         took = time_round(tasks, self._setup.num_engines, self._work.max_num_groups, self._speeds)
         self._in_flight = (now, self.seconds + took + self._speeds.score)
 

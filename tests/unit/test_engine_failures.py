@@ -9,8 +9,9 @@ import torch.distributed as dist
 
 from rl.rollout.engine import Completion
 from rl.rollout.fake_engine import FakeEngine
+from rl.rollout.followers import RebuildEngine, StepEngine
 from rl.rollout.recovery import EngineFailed, EngineHost
-from rl.rollout.service import RebuildEngine, RolloutService, StepEngine
+from rl.rollout.service import RolloutService
 from rl.world.messages import Letter
 from rl.world.orders import Order
 from rl.world.world import World

@@ -216,6 +216,17 @@ def test_short_attempts_are_limited(machine: Machine) -> None:
     assert output.count(failed) == 1 and "secret-part" not in output
 
 
+@pytest.mark.parametrize(("left", "is_told"), [("x-world tell", True), ("x-world", False)])
+def test_the_node_whose_watchdog_leaves_the_message_tells_the_webhook(
+    left: str, is_told: bool, machine: Machine
+) -> None:
+    """On the other nodes, the ranks have met too. Without a world, the node of rank 0 tells."""
+    machine.script(*[f'echo "{left}" > "$ONEWORLD_WORLD_FILE"; exit 7'] * 2)
+    hook = {"ONEWORLD_MAX_ATTEMPTS": "2", "ONEWORLD_WEBHOOK": "http://127.0.0.1:9/a-secret-part"}
+    output = machine.run("local.sh", code=1, **hook)
+    assert output.count("the message about the end of the run was not sent") == is_told, output
+
+
 def test_a_long_attempt_resets_the_limit_and_the_back_off(machine: Machine) -> None:
     machine.program("sleep", '#!/bin/bash\necho "sleeps $1"\n')
     machine.script("exit 1", "exit 1", "/bin/sleep 2.1; exit 1", "exit 1", "exit 0")

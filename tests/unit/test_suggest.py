@@ -76,6 +76,13 @@ def test_a_step_is_the_sum_of_its_parts_or_the_longer_one() -> None:
     assert dynamic == pytest.approx(2 * sampling_s(2) + training_s(2) + SPEEDS.sync, rel=0.05)
 
 
+def test_carried_groups_are_spread_over_the_engines_as_by_the_dispatcher() -> None:
+    """Each round has two new groups, and two that read 2 tokens again. Each engine gets one of both."""
+    work = Workload(2, [[4]], prompt_tokens=0, max_new_tokens=4, max_num_groups=9)
+    speeds = Speeds(decode_step=0.0, decode_sequence=1.0, prefill_token=1.0, score=0.0, train_token=0.0)
+    assert estimate_step(work, speeds, Setup(2, 1, limit=2), 4) == pytest.approx(2.0 + 2 * 2)
+
+
 def test_short_rounds_do_not_wait_for_the_longest_response() -> None:
     """One response in 64 is ten times as long as the others. With Q, it takes ten rounds beside others."""
     groups = [[10, 10, 10, 10] for _ in range(16)]
