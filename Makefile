@@ -22,8 +22,9 @@ tensorboard: setup
 test-quick: setup
 	@$(ACTIVATE) && pytest -n 2 --dist loadfile -m "not slow and not gpu" tests/unit $(ARGS)
 
+# Three workers for 2 cores, because tests also wait for timeouts and for each other's ranks.
 test: lint
-	@$(ACTIVATE) && pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone and not slow and not gpu" $(ARGS)
+	@$(ACTIVATE) && pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not alone and not slow and not gpu" $(ARGS)
 	@$(ACTIVATE) && pytest -m "alone and not slow and not gpu" tests/e2e $(ARGS)
 
 test-all: setup lint

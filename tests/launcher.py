@@ -109,10 +109,28 @@ class Result:
         return batch.select(order)
 
 
-def train(folder: Path, num_ranks: int, *overrides: str, timeout_s: float = 200) -> Result:
-    """Run train.py to its end, which must succeed. `folder` becomes the run's folder."""
-    arguments = [f"--nproc-per-node={num_ranks}", "train.py", f"run.dir={folder.parent}", f"run.name={folder.name}"]
-    process = start(*arguments, *overrides)
+def train(folder: Path, num_ranks: int, *overrides: str, broken: str = "", timeout_s: float = 200) -> Result:
+    """Run train.py to its end, which must succeed. `folder` becomes the run's folder.
+
+    Ranks are forks of one process (tests/forked_runs.py), which imports only once. `torchrun_train` is the real thing.
+    `broken` is what tests/e2e/broken_train.py breaks on rank 0.
+    """
+    described = {"num_ranks": num_ranks, "overrides": [*_place(folder), *overrides], "broken": broken}
+    command = [sys.executable, "tests/forked_runs.py", json.dumps([described])]
+    return _succeed(spawn(command, activated_environment()), folder, timeout_s)
+
+
+def torchrun_train(folder: Path, num_ranks: int, *overrides: str, timeout_s: float = 200) -> Result:
+    """Do the same with torchrun."""
+    process = start(f"--nproc-per-node={num_ranks}", "train.py", *_place(folder), *overrides)
+    return _succeed(process, folder, timeout_s)
+
+
+def _place(folder: Path) -> list[str]:
+    return [f"run.dir={folder.parent}", f"run.name={folder.name}"]
+
+
+def _succeed(process: subprocess.Popen[str], folder: Path, timeout_s: float) -> Result:
     output = finish(process, timeout_s)
     assert process.returncode == 0, output[-6000:]
     return Result(output, folder)

@@ -1,7 +1,7 @@
-"""Run by torchrun from test_weight_sync.py: weight syncs in several placements, with fake engines and planted faults.
+"""Run from test_weight_sync.py: weight syncs in several placements, with fake engines and planted faults.
 
-`sync_worker.py FOLDER JOBS`: each job is a placement of all ranks and a model in FOLDER. Every rank writes what it saw
-to FOLDER/JOB.RANK.json. Weights are multiplied by 1.5 between versions, so a stale tensor is a wrong one.
+`sync_worker.py NUM_RANKS FOLDER JOBS`: each job is a placement of all ranks and a model in FOLDER. Every rank writes
+what it saw to FOLDER/JOB.RANK.json. Weights are multiplied by 1.5 between versions, so a stale tensor is a wrong one.
 """
 
 import json
@@ -31,6 +31,7 @@ from rl.sync.probe import LIMITS, make_probe
 from rl.sync.transfer import BucketTransfer
 from rl.sync.weights import Receiver, StartSync, SyncError, SyncSettings, WeightSource, WeightSync, share_tensors
 from rl.world.world import World, join
+from tests.forked_ranks import run_worlds
 
 BUCKET_BYTES = 6000  # several tensors in most buckets, and some tensors larger than one
 JOIN_TIMEOUT_S = 2.0
@@ -213,15 +214,14 @@ class Job:
                 self.seen["errors"]["other plan"] = str(error)
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
+def work(folder: Path, jobs: list[dict]) -> None:
     with join() as world:
         world.connect(share_gpu=False, timeout_s=60)
-        for number, description in enumerate(json.loads(sys.argv[2])):
+        for number, description in enumerate(jobs):
             job = Job(world, folder, description)
             job.run()
             (folder / f"{number}.{world.rank}.json").write_text(json.dumps(job.seen))
 
 
 if __name__ == "__main__":
-    main()
+    run_worlds([(int(sys.argv[1]), lambda: work(Path(sys.argv[2]), json.loads(sys.argv[3])))])

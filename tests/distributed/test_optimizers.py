@@ -2,14 +2,16 @@
 
 import importlib.util
 import json
+import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from launch.environment import activated_environment
 from tests.distributed.optimizer_worker import LR, NUM_STEPS, Model, fill, seeded
-from tests.launcher import finish, start
+from tests.launcher import finish, spawn
 
 WORLDS = ("1", "3", "4", "2x2")  # numbers of shards, and replicas x shards
 HAS_TORCHAO = importlib.util.find_spec("torchao") is not None
@@ -22,7 +24,8 @@ pytestmark = pytest.mark.timeout(200)
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, Tensor]]:
     folder = tmp_path_factory.mktemp("optimizers")
-    process = start("--nproc-per-node=4", "tests/distributed/optimizer_worker.py", str(folder), json.dumps(NAMES))
+    command = [sys.executable, "tests/distributed/optimizer_worker.py", str(folder), json.dumps(NAMES)]
+    process = spawn(command, activated_environment())
     output = finish(process, 150)
     assert process.returncode == 0, output
     return {(name, world): load_file(folder / f"{name}.{world}.safetensors") for name in NAMES for world in WORLDS}

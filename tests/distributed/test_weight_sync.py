@@ -5,12 +5,14 @@ The engines here are fakes with real memory; test_placement_equality.py and test
 """
 
 import json
+import sys
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from tests.launcher import finish, start
+from launch.environment import activated_environment
+from tests.launcher import finish, spawn
 
 NUM_RANKS = 6
 SHAPE = {
@@ -78,7 +80,8 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict]]:
     for name, model in (("llama", llama), ("qwen3", qwen3)):
         model.bfloat16().float().save_pretrained(folder / name)  # exact in both dtypes
     jobs = json.dumps(list(JOBS.values()))
-    process = start(f"--nproc-per-node={NUM_RANKS}", "tests/distributed/sync_worker.py", str(folder), jobs)
+    command = [sys.executable, "tests/distributed/sync_worker.py", str(NUM_RANKS), str(folder), jobs]
+    process = spawn(command, activated_environment())
     output = finish(process, timeout_s=200)
     assert process.returncode == 0, output[-6000:]
     return {
