@@ -58,10 +58,10 @@ class AccountingFile:
         """Write the line of a step. `nodes` are the numbers of the nodes of all ranks. `about` is what else the line
         says, such as the step."""
         roles = {
-            name: {"ranks": role.num_ranks, "seconds": _rounded(role.mean_seconds())}
+            name: {"ranks": len(role.ranks), "seconds": _rounded(role.mean_seconds())}
             for name, role in account.roles.items()
         }
-        engine = {name: [round(total, 6) for total in account.engine[name]] for name in sorted(account.engine)}
+        engine = {name: [round(total, 6) for total in totals] for name, totals in account.engine.items()}
         ranks = [
             {"rank": one.rank, "node": nodes[one.rank], "seconds": _rounded(one.seconds)}
             for one in _choose(account.ranks)

@@ -4,7 +4,6 @@ The heartbeats (heart.py) switch between accounts. Every moment belongs to exact
 to the time that has passed. A switch reads the monotonic clock and adds one number. It never waits for a device.
 """
 
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -43,53 +42,57 @@ class RankAccount(NamedTuple):
 
 
 class RoleAccount:
-    """What the ranks of one role did in a step: sums over these ranks, by account."""
+    """What the ranks of one role did in a step."""
 
     def __init__(self) -> None:
-        self.num_ranks = 0
-        self.first_rank = sys.maxsize
-        self.seconds: defaultdict[str, float] = defaultdict(float)
-        self.shares: defaultdict[str, float] = defaultdict(float)  # of each rank's time
+        self.ranks: list[int] = []
+        # By account, of all ranks that have it. Appending to a list costs less than adding to a sum.
+        self.seconds: defaultdict[str, list[float]] = defaultdict(list)
+        self.shares: defaultdict[str, list[float]] = defaultdict(list)  # of a rank's time
 
     def mean_seconds(self) -> dict[str, float]:
-        return {name: self.seconds[name] / self.num_ranks for name in sorted(self.seconds)}
+        """Return the mean over the ranks, by account."""
+        return {name: sum(self.seconds[name]) / len(self.ranks) for name in sorted(self.seconds)}
 
     def mean_waits(self) -> dict[str, float]:
-        """Return the shares of the time in which ranks wait, by what they wait for."""
+        """Return the mean share of the time in which ranks wait, by what they wait for."""
         waits = sorted(name for name in self.shares if name.startswith(WAIT))
-        return {name.removeprefix(WAIT): self.shares[name] / self.num_ranks for name in waits}
+        return {name.removeprefix(WAIT): sum(self.shares[name]) / len(self.ranks) for name in waits}
 
 
 class StepAccount:
-    """What all ranks did in a step. The sums are formed as ledgers arrive, in the I/O thread, so that the loop has
+    """What all ranks did in a step. Ledgers are taken apart as they arrive, in the I/O thread, so that the loop has
     little to do with them, however many ranks there are."""
 
     def __init__(self) -> None:
         self.ranks: list[RankAccount] = []  # in the order of arrival
-        self.engine: dict[str, list[float]] = {}  # sums over the steps of all engines; see rl/rollout/meter.py
         self._roles: defaultdict[str, RoleAccount] = defaultdict(RoleAccount)
+        self._engines: defaultdict[str, list[Sequence[float]]] = defaultdict(list)
 
     @property
     def roles(self) -> dict[str, RoleAccount]:
-        """The sums by role, in the order of their first ranks. Ranks with several roles are a role of their own."""
-        return dict(sorted(self._roles.items(), key=lambda item: item[1].first_rank))
+        """The accounts by role, in the order of their first ranks. Ranks with several roles are a role of their own."""
+        return dict(sorted(self._roles.items(), key=lambda item: min(item[1].ranks)))
+
+    @property
+    def engine(self) -> dict[str, list[float]]:
+        """The sums over the steps of all engines. See rl/rollout/meter.py."""
+        return {name: [sum(column) for column in zip(*terms)] for name, terms in sorted(self._engines.items())}
 
     def add(self, rank: int, roles: str, seconds: Mapping[str, float], engine: Mapping[str, Sequence[float]]) -> None:
         """Add the ledger of a rank, and the sums over its engine's steps. `roles` are joined by commas."""
         wall_s, busy_s = sum(seconds.values()), 0.0
         if wall_s > 0:  # otherwise the rank has just been started
             role = self._roles[roles.replace(",", "_")]
-            role.num_ranks, role.first_rank = role.num_ranks + 1, min(rank, role.first_rank)
-            sums, shares = role.seconds, role.shares
+            role.ranks.append(rank)
             for name, value in seconds.items():
-                sums[name] += value
-                shares[name] += value / wall_s
+                role.seconds[name].append(value)
+                role.shares[name].append(value / wall_s)
                 if name.startswith(BUSY):
                     busy_s += value
         self.ranks.append(RankAccount(busy_s, rank, seconds))
         for name, terms in engine.items():
-            before = self.engine.get(name, [0.0] * len(terms))
-            self.engine[name] = [total + term for total, term in zip(before, terms, strict=True)]
+            self._engines[name].append(terms)
 
 
 class Ledger:

@@ -193,7 +193,9 @@ def progress_chart(runs: Sequence[RunData]) -> Chart | None:
     tooltip = [alt.Tooltip(field) for field in ("run:N", "kind:N", "step:Q", "elapsed:Q", "text:N")]
     layers = alt.layer(line, mark.encode(color=_by_kind(rows), shape=_shape(rows), tooltip=tooltip))
     layers = layers.resolve_scale(color="independent")
-    return Chart("Steps by time", _finish(layers, rows), "A restart goes back to the step of the last checkpoint.")
+    resumed = any(row.get("kind") == "resume" for row in rows)
+    caption = "A restart goes back to the step of the last checkpoint." if resumed else ""
+    return Chart("Steps by time", _finish(layers, rows), caption)
 
 
 def event_chart(runs: Sequence[RunData]) -> Chart | None:
