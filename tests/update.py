@@ -453,7 +453,8 @@ def run_jobs(folder: Path, jobs: dict[int, list[dict[str, Any]]], timeout_s: flo
     """Run jobs by number of ranks."""
     (folder / "jobs.json").write_text(json.dumps(jobs))
     command = [sys.executable, "tests/distributed/update_worker.py", str(folder)]
-    process = spawn(command, activated_environment())
+    # Asked through NVML, whether there is a GPU: otherwise ranks could not use it, since they are forks.
+    process = spawn(command, activated_environment(PYTORCH_NVML_BASED_CUDA_CHECK="1"))
     output = finish(process, timeout_s)
     assert process.returncode == 0, output[-4000:]
 

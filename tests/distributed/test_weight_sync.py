@@ -5,14 +5,12 @@ The engines here are fakes with real memory; test_placement_equality.py and test
 """
 
 import json
-import sys
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from launch.environment import activated_environment
-from tests.launcher import finish, spawn
+from tests.launcher import run_program
 
 NUM_RANKS = 6
 SHAPE = {
@@ -80,10 +78,9 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict]]:
     for name, model in (("llama", llama), ("qwen3", qwen3)):
         model.bfloat16().float().save_pretrained(folder / name)  # exact in both dtypes
     jobs = json.dumps(list(JOBS.values()))
-    command = [sys.executable, "tests/distributed/sync_worker.py", str(NUM_RANKS), str(folder), jobs]
-    process = spawn(command, activated_environment())
-    output = finish(process, timeout_s=200)
-    assert process.returncode == 0, output[-6000:]
+    words = ["tests/distributed/sync_worker.py", str(NUM_RANKS), str(folder), jobs]
+    code, output = run_program(*words, timeout_s=200)
+    assert code == 0, output[-6000:]
     return {
         name: [json.loads((folder / f"{number}.{rank}.json").read_text()) for rank in range(NUM_RANKS)]
         for number, name in enumerate(JOBS)

@@ -37,9 +37,9 @@ def uneven(runs: tuple[Result, Result]) -> Result:
 def test_a_slow_engine_is_named_with_its_speed_and_cost(uneven: Result) -> None:
     """Rank 0 sleeps in every decode step."""
     names = ("perf/slowest_engine", "perf/slowest_engine_speed", "perf/slowest_engine_s", "time/rollout")
-    *_, before, (engine, speed, cost_s, rollout_s) = [[row[name] for name in names] for row in uneven.metrics]
-    assert engine == 0 and speed < 0.5 and 0 < cost_s < rollout_s
-    assert rollout_s < before[-1] / 2, "it gets no groups any more"
+    *_, (engine, speed, cost_s, rollout_s) = [[row[name] for name in names] for row in uneven.metrics]
+    assert engine == 0 and speed < 0.5
+    assert 0 < cost_s <= rollout_s / 2, "it gets no groups any more, so two engines would take half of the time"
 
 
 def test_timing_never_changes_the_data(runs: tuple[Result, Result]) -> None:
