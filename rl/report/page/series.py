@@ -145,7 +145,7 @@ class Bar:
     sums: Counter[Any]
 
 
-class Bars:
+class ThinnedBars:
     """At most MAX_BARS sums over equal numbers of steps. The last may have fewer steps."""
 
     def __init__(self) -> None:
