@@ -32,7 +32,7 @@ from rl.report.page.charts import (
 from rl.report.page.markdown import to_markdown
 from rl.report.page.parts import Chart, Page, ResponsesToPrompt, Section, Table
 from rl.report.page.read import ReportError, RunData, read_runs
-from rl.report.page.series import ThinnedBars, Curve, CurvePoint, RunningMean, ThinnedPoints, thin
+from rl.report.page.series import Curve, CurvePoint, RunningMean, ThinnedBars, ThinnedPoints, thin
 from rl.report.page.summary import RowSummary
 from tests.report_runs import ATTACK, BEGAN, KILLED, estimate, make_rows, write_lines, write_run
 from tools import report

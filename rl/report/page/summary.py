@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from rl.report.accounting import BUSY, WAIT
-from rl.report.page.series import ThinnedBars, Curve, ThinnedPoints
+from rl.report.page.series import Curve, ThinnedBars, ThinnedPoints
 
 NOT_METRICS = ("step", "version", "at")
 BLOCK = 256  # rows that are added to the curves together
