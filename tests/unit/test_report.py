@@ -32,7 +32,7 @@ from rl.report.page.charts import (
 from rl.report.page.markdown import to_markdown
 from rl.report.page.parts import Chart, Page, ResponsesToPrompt, Section, Table
 from rl.report.page.read import ReportError, RunData, read_runs
-from rl.report.page.series import Curve, CurvePoint, RunningMean, ThinnedBars, ThinnedPoints, thin
+from rl.report.page.series import Curve, CurvePoint, RunningMean, StepSums, ThinnedPoints, thin
 from rl.report.page.summary import RowSummary
 from tests.report_runs import ATTACK, BEGAN, KILLED, estimate, make_rows, write_lines, write_run
 from tools import report
@@ -151,7 +151,7 @@ def test_intervals_do_not_depend_on_the_blocks_in_which_points_come(block: int) 
 
 
 def test_bars_of_a_long_run_have_equal_numbers_of_steps() -> None:
-    bars = ThinnedBars()
+    bars = StepSums()
     for step in range(1, 201):
         bars.add(step, {"x": 1.0, "even": float(step % 2 == 0)})
     assert bars.num_steps == 4 and len(bars.bars) == 50

@@ -14,7 +14,7 @@ from rl.common.text import count_of
 from rl.report.accounting import BUSY, WAIT
 from rl.report.page.parts import Chart
 from rl.report.page.read import RunData
-from rl.report.page.series import MAX_POINTS, Bar, thin
+from rl.report.page.series import MAX_POINTS, StepSum, thin
 from rl.report.page.summary import STAGES, STEP_SECONDS
 
 ROWS = "rows"  # name of the data in every chart
@@ -112,7 +112,7 @@ def stage_chart(run: RunData, title: str) -> Chart | None:
     return Chart(title, _finish(chart, rows), caption)
 
 
-def mean_stages(bars: Sequence[Bar]) -> dict[str, float]:
+def mean_stages(bars: Sequence[StepSum]) -> dict[str, float]:
     """Return the mean seconds per step of each stage, and the rest of the step as `other`. There is at least a bar."""
     num_steps = sum(bar.num_steps for bar in bars)
     names = [stage for stage in STAGES if any(f"time/{stage}" in bar.sums for bar in bars)]

@@ -136,7 +136,7 @@ class Curve:
 
 
 @dataclass
-class Bar:
+class StepSum:
     """Sums over several steps that follow each other."""
 
     first: int  # step
@@ -145,11 +145,11 @@ class Bar:
     sums: Counter[Any]
 
 
-class ThinnedBars:
+class StepSums:
     """At most MAX_BARS sums over equal numbers of steps. The last may have fewer steps."""
 
     def __init__(self) -> None:
-        self.bars: list[Bar] = []
+        self.bars: list[StepSum] = []
         self.num_steps = 1  # in a bar
 
     def add(self, step: int, amounts: Mapping[Any, float]) -> None:
@@ -158,12 +158,12 @@ class ThinnedBars:
             if len(self.bars) == MAX_BARS:
                 self.bars = [_join(*pair) for pair in zip(self.bars[::2], self.bars[1::2], strict=True)]
                 self.num_steps *= 2
-            self.bars.append(Bar(step, step, 0, Counter()))
+            self.bars.append(StepSum(step, step, 0, Counter()))
         bar = self.bars[-1]
         bar.last, bar.num_steps = step, bar.num_steps + 1
         bar.sums.update(amounts)
 
 
-def _join(first: Bar, second: Bar) -> Bar:
+def _join(first: StepSum, second: StepSum) -> StepSum:
     first.sums.update(second.sums)  # adds
-    return Bar(first.first, second.last, first.num_steps + second.num_steps, first.sums)
+    return StepSum(first.first, second.last, first.num_steps + second.num_steps, first.sums)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from rl.report.accounting import BUSY, WAIT
-from rl.report.page.series import Curve, ThinnedBars, ThinnedPoints
+from rl.report.page.series import Curve, StepSums, ThinnedPoints
 
 NOT_METRICS = ("step", "version", "at")
 BLOCK = 256  # rows that are added to the curves together
@@ -38,10 +38,7 @@ class RowSummary:
         self.first_at: float | None = None  # seconds since 1970; None: not recorded
         self.last_at: float | None = None
         self.last_step = 0
-        self.stages, self.lengths = (
-            ThinnedBars(),
-            ThinnedBars(),
-        )  # `time/...` of the stages, and counts by edges of bins
+        self.stages, self.lengths = StepSums(), StepSums()  # `time/...` of the stages, and counts by edges of bins
         self.weighted = Counter[str]()  # sums of a share of a step's time times the seconds of the step
         self.medians = {name: array("d") for name in MEDIANS}
         self.num_evaluations = 0
