@@ -1,6 +1,6 @@
 # make demo         a real run on this machine: a tiny model learns addition on real vLLM engines
 # make test         the tests that every change must pass
-# make test-quick   the unit tests, 3.5 minutes on 2 cores
+# make test-quick   the unit tests, 5.5 minutes on 2 cores
 # make tensorboard  the curves, samples and settings of the newest run; RUN=runs/NAME for another one
 # Others: setup, lint, test-all (adds the slow tests), clean. Every target sets up .venv first, once.
 PYTHON ?= python3
@@ -22,8 +22,9 @@ tensorboard: setup
 test-quick: setup
 	@$(ACTIVATE) && pytest -n 2 --dist loadfile -m "not slow and not gpu" tests/unit $(ARGS)
 
+# Three workers for 2 cores, because tests also wait for timeouts and for each other's ranks.
 test: lint
-	@$(ACTIVATE) && pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone and not slow and not gpu" $(ARGS)
+	@$(ACTIVATE) && pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not alone and not slow and not gpu" $(ARGS)
 	@$(ACTIVATE) && pytest -m "alone and not slow and not gpu" tests/e2e $(ARGS)
 
 test-all: setup lint

@@ -8,6 +8,8 @@ Prints one JSON line. By number of ranks:
     wall_ms       time per step that the loop waits, the median
     loop_cpu_ms   time of the processor per step in the thread of the loop, the mean; other work changes it less
     cpu_ms        the same in all threads of the leader, with the scrapes
+    io_cpu_ms     time of the processor per step to add up the ledgers and measurements of all ranks; the I/O thread of
+                  a run does so, after it has read them from its sockets
     share         loop_cpu_ms as a share of a step of 1 s
     metrics       metrics in a row
     megabytes     size of each file after 10,000 steps, from its growth in the measured steps
@@ -16,6 +18,7 @@ Prints one JSON line. By number of ranks:
 import argparse
 import json
 import os
+import random
 import re
 import statistics
 import sys
@@ -23,6 +26,7 @@ import tempfile
 import time
 import urllib.request
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,6 +40,7 @@ from benchmarks.random_batch import random_batch
 from rl.config.load import load_config
 from rl.config.schema import Config
 from rl.model.tokenizer import load_tokenizer
+from rl.placement.nodes import Nodes
 from rl.report.health import Health
 from rl.report.histogram import Histogram
 from rl.report.metrics_writer import MetricsWriter
@@ -45,14 +50,16 @@ from rl.rollout.dispatch import BatchTime
 from rl.rollout.use import EngineUse
 from rl.run.reporter import Reporter
 from rl.run.reporting import HealthWatch
-from rl.watch.ledger import RankAccount
 from rl.watch.usage import ResourceUse
+from rl.world.accounts import Accounts, LedgerOfStep
+from rl.world.messages import Letter
 
 NUM_STEPS = 10_000  # for which the size of files is given
 RANKS_PER_NODE = 8
 STAGES = ("handover", "rollout", "logprobs", "advantages", "update", "sync", "checkpoint")
 ENGINE_SECONDS = {"busy/rollout": 0.5, "wait/actor": 0.4, "wait/sync": 0.1}
 ACTOR_SECONDS = {"busy/update": 0.3, "busy/logprobs": 0.1, "wait/rollout": 0.5, "wait/sync": 0.1}
+COSTS = {"decode": [100.0, 6400.0, 409_600.0, 0.5, 32.0], "prefill": [4.0, 256.0, 0.1, 4096.0]}
 VALUES = {
     **{"reward/mean": 0.4, "reward/std": 0.49, "reward/no_signal": 0.3, "reward/timeouts": 0.0, "reward/errors": 0.0},
     **{"rollout/tokens": 1e6, "rollout/length_mean": 512.0, "rollout/truncated": 0.1, "rollout/lag_mean": 0.5},
@@ -62,38 +69,52 @@ VALUES = {
 
 
 class StandInWorld:
-    """What the Reporter asks of the world, with measurements of `num_ranks` ranks in every step."""
+    """What the Reporter asks of the world, with ledgers and measurements of `num_ranks` ranks in every step."""
 
     def __init__(self, num_ranks: int):
         self.rank, self.step, self.id, self.device = 0, 0, "benchmark", torch.device("cpu")
-        self.hosts = [f"node{rank // RANKS_PER_NODE}" for rank in range(num_ranks)]
-        self.progress = SimpleNamespace(take_seconds=lambda: dict.fromkeys((*STAGES, "step"), 0.125) | {"step": 1.0})
-        half = num_ranks // 2
-
-        def take_accounts(version: int) -> list[RankAccount]:
-            engines = [RankAccount(rank, "rollout", ENGINE_SECONDS, {"decode": [1.0] * 5}) for rank in range(half)]
-            return engines + [RankAccount(rank, "actor", ACTOR_SECONDS) for rank in range(half, num_ranks)]
-
-        self.accounts = SimpleNamespace(take=take_accounts)
+        self.nodes = Nodes.from_local_ranks([rank % RANKS_PER_NODE for rank in range(num_ranks)])
+        seconds = dict.fromkeys((*STAGES, "step"), 0.125) | {"step": 1.0}
+        progress: Any = SimpleNamespace(take_seconds=lambda: seconds)
+        mail: Any = SimpleNamespace(on=self._listen)
+        self.progress, self.accounts = progress, Accounts(mail, progress)
         self.tell_rewards = lambda first, last: None
-        self._usage, self._num_ranks = ResourceUse(), num_ranks
+        self._usage, self._num_ranks, self._chance = ResourceUse(), num_ranks, random.Random(0)
 
-    def measure(self) -> None:
-        """Add what the watchdogs measure in a step. The I/O thread does so in a run."""
-        self._usage.add([rank, 9000, 70_000, 95] for rank in range(self._num_ranks))
+    def _listen(self, kind: type[LedgerOfStep], handler: Callable[[Letter[LedgerOfStep]], None]) -> None:
+        self._receive = handler
+
+    def send_measurements(self, version: int) -> Callable[[], None]:
+        """Make up what all ranks and watchdogs send in a step. Return a function that receives it."""
+        letters = [Letter(rank, self._make_ledger(rank, version)) for rank in range(self._num_ranks)]
+        rows = [
+            [rank, self._chance.randint(8000, 9000), self._chance.randint(60_000, 70_000), self._chance.randint(90, 99)]
+            for rank in range(self._num_ranks)
+        ]
+
+        def receive() -> None:
+            for letter in letters:
+                self._receive(letter)
+            self._usage.add(rows)
+
+        return receive
+
+    def _make_ledger(self, rank: int, version: int) -> LedgerOfStep:
+        is_engine = rank < self._num_ranks // 2
+        role, usual = ("rollout", ENGINE_SECONDS) if is_engine else ("actor", ACTOR_SECONDS)
+        seconds = {name: value * self._chance.uniform(0.9, 1.1) for name, value in usual.items()}
+        return LedgerOfStep(version, role, seconds, COSTS if is_engine else {})
 
     def take_usage(self) -> dict[str, float]:
-        return self._usage.take(lambda rank: rank // RANKS_PER_NODE)
+        return self._usage.take(self.nodes.numbers)
 
 
 def build_reporter(
     config: Config, folder: Path, writer: MetricsWriter, num_ranks: int
 ) -> tuple[Reporter, StandInWorld]:
     world: Any = StandInWorld(num_ranks)
-    rollouts: Any = SimpleNamespace(
-        take_times=lambda: [BatchTime(0.5, 0, 0.01)],
-        take_uses=lambda: {rank: EngineUse(30_000, 0.5, 0.2, 0.6, 1 << 30) for rank in range(num_ranks // 2)},
-    )
+    uses = {rank: EngineUse(30_000 + rank, 0.5, 0.2, 0.6, 1 << 30) for rank in range(num_ranks // 2)}
+    rollouts: Any = SimpleNamespace(take_times=lambda: [BatchTime(0.5, 0, 0.01)], take_uses=lambda: uses)
     health = HealthWatch(Health(config, max_lag=2), writer, lambda finding: None)
     tokenizer = load_tokenizer(Path(config.model.path))
     reporter = Reporter(world, config, folder, tokenizer, rollouts, writer, range(num_ranks // 2, num_ranks), health)
@@ -113,12 +134,14 @@ def measure(num_ranks: int, args: argparse.Namespace, folder: Path) -> dict[str,
     samples = [ReportedSample(batch.select([0]), "12", {"status": "ok", "parts": {"exact_match": 1.0}}, [0.0, 1.0])] * 4
     histograms = {"rollout/lengths": Histogram(list(range(33)), [8] * 32)}
     others = {f"reward/part_{number}": number / 7 for number in range(args.metrics - len(VALUES))}
-    waits_s, loop_s, cpu_s = [], 0.0, 0.0
+    waits_s, loop_s, cpu_s, io_s = [], 0.0, 0.0, 0.0
     sizes: dict[str, int] = {}
     num_warm = max(20, args.steps // 10)  # also covers the first samples
     for step in range(1, num_warm + args.steps + 1):
-        world.measure()
-        world.step = step
+        world.step, receive = step, world.send_measurements(step + 1)
+        io_before = time.thread_time()
+        receive()
+        received_s = time.thread_time() - io_before
         exchange.samples = samples if shows_samples(config.metrics, step) else []
         values = {name: value * (1 + step / 1e6) for name, value in (VALUES | others).items()}
         started, loop_before, cpu_before = time.perf_counter(), time.thread_time(), time.process_time()
@@ -130,7 +153,7 @@ def measure(num_ranks: int, args: argparse.Namespace, folder: Path) -> dict[str,
             sizes = file_sizes(folder)
         elif step > num_warm:
             waits_s.append(waited_s)
-            loop_s, cpu_s = loop_s + used_s, cpu_s + time.process_time() - cpu_before
+            loop_s, cpu_s, io_s = loop_s + used_s, cpu_s + time.process_time() - cpu_before, io_s + received_s
     writer.close_files()
     grown = {name: size - sizes.get(name, 0) for name, size in file_sizes(folder).items()}
     row = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
@@ -138,6 +161,7 @@ def measure(num_ranks: int, args: argparse.Namespace, folder: Path) -> dict[str,
         "wall_ms": round(1000 * statistics.median(waits_s), 3),
         "loop_cpu_ms": round(1000 * loop_s / args.steps, 3),
         "cpu_ms": round(1000 * cpu_s / args.steps, 3),
+        "io_cpu_ms": round(1000 * io_s / args.steps, 3),
         "share": round(loop_s / args.steps, 5),
         "metrics": sum(isinstance(value, float) for value in row.values()),
         "megabytes": {name: round(size / args.steps * NUM_STEPS / 1e6, 1) for name, size in sorted(grown.items())},
@@ -169,7 +193,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
         for num_ranks in args.ranks:
             figures[str(num_ranks)] = measure(num_ranks, args, Path(folder) / str(num_ranks))
-    names = ("wall_ms", "loop_cpu_ms", "cpu_ms", "share", "metrics", "megabytes")
+    names = ("wall_ms", "loop_cpu_ms", "cpu_ms", "io_cpu_ms", "share", "metrics", "megabytes")
     line: dict[str, Any] = {"benchmark": "reporting", "steps": args.steps}
     line |= {name: {ranks: figure[name] for ranks, figure in figures.items()} for name in names}
     print(json.dumps(line), flush=True)

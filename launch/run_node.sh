@@ -139,6 +139,7 @@ export ONEWORLD_STOP_FILE="$state/stop" # the ranks create it when they tell tor
 # The ranks create this one when the console says why they end. It holds the line that must be repeated after
 # torchrun's own messages. It is empty if torchrun leaves them out, as in our .venv (launch/quiet_torchrun.py).
 export ONEWORLD_LAST_LINE_FILE="$state/last_line"
+export ONEWORLD_WORLD_FILE="$state/world" # the id of the last world, and `tell` if this node tells the webhook its end
 fatal_now() { stat -c '%i %y %s' "$folder/FATAL" 2>/dev/null || true; }
 fatal_before=$(fatal_now)
 
@@ -240,8 +241,14 @@ while :; do
   if [ "$short" -ge "$max_attempts" ]; then
     reason="gave up: $short attempts in a row ended within $lasted_s s (ONEWORLD_MAX_ATTEMPTS)"
     echo "oneworld: $reason" >&2
-    if [ "$nnodes" = 1 ] || [ "$node_rank" = 0 ]; then
-      python -m rl.watch.webhook "$run" "$SECONDS" "$reason" || true # does nothing without ONEWORLD_WEBHOOK
+    world='' tells=''
+    if [ -e "$ONEWORLD_WORLD_FILE" ]; then
+      read -r world tells <"$ONEWORLD_WORLD_FILE" || true
+    elif [ "$nnodes" = 1 ] || [ "$node_rank" = 0 ]; then # the ranks have never met
+      world="$run-$(date +%s)-$$" tells=1
+    fi
+    if [ "$tells" ]; then
+      python -m rl.watch.webhook "$run" "$SECONDS" "$reason" "$world" || true # does nothing without ONEWORLD_WEBHOOK
     fi
     exit 1
   fi

@@ -13,7 +13,6 @@ import importlib
 import json
 import os
 import signal
-import socket
 import sys
 import time
 
@@ -24,12 +23,12 @@ import rl.rollout.fake_engine
 import train
 from rl.run.plan import parse_or_plan
 from tests.e2e.broken_train import break_
+from tests.ports import free_port
 
 
 def run(num_ranks: int, overrides: list[str], broken: str = "") -> int:
     """Run train.py with these overrides. Return 0, or the exit code of a rank that failed."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     ranks = {start_rank(rank, num_ranks, port, overrides, broken) for rank in range(num_ranks)}
     failed = 0
     while ranks:
@@ -65,7 +64,8 @@ def main() -> None:
         started = time.monotonic()
         may_fail = each.pop("may_fail", False)
         failed = run(**each)
-        print(f"this took {time.monotonic() - started:.1f} s: {' '.join(each['overrides'])}", flush=True)
+        if len(runs) > 1:
+            print(f"this took {time.monotonic() - started:.1f} s: {' '.join(each['overrides'])}", flush=True)
         if failed and not may_fail:
             sys.exit(failed)
 

@@ -3,14 +3,17 @@
 import json
 import os
 import secrets
+import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -22,6 +25,7 @@ from rl.data.group_file import groups_from_bytes
 MARK = "ONEWORLD_TEST_WORLD"
 _marks: dict[int, str] = {}  # by the launcher's process id
 STARTED: list[subprocess.Popen[str]] = []  # launchers of the running test, for tests/conftest.py
+_zygotes: dict[bool, subprocess.Popen[str]] = {}  # by whether they have imported vLLM
 
 
 def start(*arguments: str, restarts: bool = False, **extra: str) -> subprocess.Popen[str]:
@@ -33,6 +37,12 @@ def start(*arguments: str, restarts: bool = False, **extra: str) -> subprocess.P
 
 
 def spawn(command: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
+    process = _spawn_marked(command, environment, stderr=subprocess.STDOUT)
+    STARTED.append(process)
+    return process
+
+
+def _spawn_marked(command: list[str], environment: dict[str, str], **pipes: int) -> subprocess.Popen[str]:
     mark = secrets.token_hex(8)
     process = subprocess.Popen(
         command,
@@ -40,11 +50,10 @@ def spawn(command: list[str], environment: dict[str, str]) -> subprocess.Popen[s
         env=environment | {MARK: mark},
         text=True,
         stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
         start_new_session=True,
+        **pipes,
     )
     _marks[process.pid] = mark
-    STARTED.append(process)
     return process
 
 
@@ -61,6 +70,32 @@ def finish(process: subprocess.Popen[str], timeout_s: float) -> str:
         orphan.kill()
     assert not orphans, f"orphans {orphans} after the launcher ended:\n{output[-3000:]}"
     return output
+
+
+def run_program(*words: str, timeout_s: float, has_vllm: bool = False) -> tuple[int, str]:
+    """Run a Python program, given by its path and arguments, in a fork of a process that has imported what it needs.
+    Return its exit code and output. Fail if it takes too long or leaves processes, which are killed."""
+    modules = ["tests.forked_runs", *(["rl.rollout.vllm.build"] if has_vllm else [])]
+    zygote = _zygotes.get(has_vllm)
+    if zygote is None or zygote.poll() is not None:
+        command = [sys.executable, "-m", "tests.zygote", *modules]
+        zygote = _zygotes[has_vllm] = _spawn_marked(command, activated_environment(), stdin=subprocess.PIPE)
+    assert zygote.stdin is not None and zygote.stdout is not None
+    with tempfile.NamedTemporaryFile("r", prefix="oneworld-output-", errors="replace") as file:
+        try:
+            print(json.dumps([file.name, words]), file=zygote.stdin, flush=True)
+            is_ended = bool(select.select([zygote.stdout], [], [], timeout_s)[0])
+            assert is_ended, f"still running after {timeout_s} s:\n{file.read()[-6000:]}"
+            code = json.loads(zygote.stdout.readline())
+            output = file.read()
+            orphans = [process for process in members(zygote.pid) if process.pid != zygote.pid]
+            assert not orphans, f"orphans {orphans} after the program ended:\n{output[-3000:]}"
+        except BaseException:
+            for process in members(zygote.pid):
+                process.kill()
+            zygote.wait()
+            raise
+    return code, output
 
 
 def members(launcher: int) -> list[psutil.Process]:
@@ -109,13 +144,34 @@ class Result:
         return batch.select(order)
 
 
-def train(folder: Path, num_ranks: int, *overrides: str, timeout_s: float = 200) -> Result:
-    """Run train.py to its end, which must succeed. `folder` becomes the run's folder."""
-    arguments = [f"--nproc-per-node={num_ranks}", "train.py", f"run.dir={folder.parent}", f"run.name={folder.name}"]
-    process = start(*arguments, *overrides)
+def train(folder: Path, num_ranks: int, *overrides: str, broken: str = "", timeout_s: float = 200) -> Result:
+    """Run train.py to its end, which must succeed. `folder` becomes the run's folder.
+
+    Ranks are forks of one process (tests/forked_runs.py), which imports only once. `torchrun_train` is the real thing.
+    `broken` is what tests/e2e/broken_train.py breaks on rank 0.
+    """
+    described = {"num_ranks": num_ranks, "overrides": [*_place(folder), *overrides], "broken": broken}
+    return Result(run_forked_runs([described], timeout_s), folder)
+
+
+def run_forked_runs(described: list[dict[str, Any]], timeout_s: float) -> str:
+    """Run tests/forked_runs.py, which must succeed, and return its output."""
+    has_vllm = not all("rollout.engine=fake" in each["overrides"] for each in described)
+    code, output = run_program("tests/forked_runs.py", json.dumps(described), timeout_s=timeout_s, has_vllm=has_vllm)
+    assert code == 0, output[-6000:]
+    return output
+
+
+def torchrun_train(folder: Path, num_ranks: int, *overrides: str, timeout_s: float = 200) -> Result:
+    """Do the same with torchrun."""
+    process = start(f"--nproc-per-node={num_ranks}", "train.py", *_place(folder), *overrides)
     output = finish(process, timeout_s)
     assert process.returncode == 0, output[-6000:]
     return Result(output, folder)
+
+
+def _place(folder: Path) -> list[str]:
+    return [f"run.dir={folder.parent}", f"run.name={folder.name}"]
 
 
 def status_line(folder: Path) -> str:

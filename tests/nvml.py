@@ -40,7 +40,7 @@ int nvmlDeviceGetHandleByUUID(const char *uuid, void **card) {
 }
 int nvmlDeviceGetMemoryInfo(void *card, memory_t *memory) {
     card_t *found = card;
-    if (found->used_mb == -2) pause();
+    if (found->used_mb == -2) { fclose(fopen(CARDS ".hung", "w")); pause(); }
     if (found->used_mb < 0) return NOT_SUPPORTED;
     memory->total = 141ULL << 30;
     memory->used = (unsigned long long)found->used_mb << 20;
@@ -77,6 +77,11 @@ class StandIn:
         """Show a card with these values from now on. -1 means that NVML does not know the value."""
         self._shown[uuid] = f"{uuid} {memory_mb} {utilization}\n"
         self._write()
+
+    @property
+    def is_hung(self) -> bool:
+        """Whether a call has been hanging since a card was shown as HUNG."""
+        return Path(f"{self._cards}.hung").exists()
 
     def lose(self, uuid: str) -> None:
         del self._shown[uuid]

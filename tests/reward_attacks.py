@@ -553,7 +553,7 @@ def members(mark: str) -> list[psutil.Process]:
     return found
 
 
-def wait_for_none(mark: str, timeout_s: float = 3.0) -> list[psutil.Process]:
+def wait_for_none(mark: str, timeout_s: float = 20.0) -> list[psutil.Process]:
     """Wait until no process has the mark, and return those that are left after this time."""
     deadline = time.monotonic() + timeout_s
     while (left := members(mark)) and time.monotonic() < deadline:
@@ -562,7 +562,8 @@ def wait_for_none(mark: str, timeout_s: float = 3.0) -> list[psutil.Process]:
 
 
 def main() -> None:
-    """Own a pool whose calls hang, and print its processes: `reward_attacks.py ATTACK COUNT`."""
+    """Own a pool whose calls hang, and print its processes when there are NUM_PROCESSES of them:
+    `reward_attacks.py ATTACK COUNT NUM_PROCESSES`."""
     from rl.config.schema import RewardConfig
     from rl.rewards.launch import launch
     from rl.rewards.pool import RewardPool
@@ -572,8 +573,9 @@ def main() -> None:
     pool.wait_ready()
     for number in range(int(sys.argv[2])):
         pool.submit(number, "", sys.argv[1], {})
-    time.sleep(1.0)
-    print(json.dumps([process.pid for process in members(os.environ[MARK])]), flush=True)
+    while len(found := members(os.environ[MARK])) < int(sys.argv[3]):
+        time.sleep(0.02)
+    print(json.dumps([process.pid for process in found]), flush=True)
     time.sleep(1000)
 
 

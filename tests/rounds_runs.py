@@ -5,7 +5,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,9 +12,8 @@ from typing import Any, TypeVar
 import psutil
 import pytest
 
-from launch.environment import activated_environment
 from rl.data.batch import Batch
-from tests.launcher import Result, command_of, finish, spawn
+from tests.launcher import Result, command_of, run_forked_runs
 from tests.reference_rounds import Setting, Step, flat, prompts_of
 
 FUNCTIONS = "tests/e2e/reward_functions.py"
@@ -39,9 +37,7 @@ def run_forked(runs: dict[Path, Run], engine: str = FAKE, timeout_s: float = 300
         }
         for folder, (num_ranks, overrides, broken) in runs.items()
     ]
-    process = spawn([sys.executable, "tests/forked_runs.py", json.dumps(described)], activated_environment())
-    output = finish(process, timeout_s)
-    assert process.returncode == 0, output[-6000:]
+    output = run_forked_runs(described, timeout_s)
     return {folder: Result(output, folder) for folder in runs}
 
 

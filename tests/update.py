@@ -4,6 +4,7 @@ import json
 import math
 import random
 import statistics
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,10 +15,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from launch.environment import activated_environment
 from rl.data.batch import Batch, batch_of_responses
 from rl.model.adapter_names import plain_name
 from tests.conversations import Said, Sample, batch_of_conversations
-from tests.launcher import finish, start
+from tests.launcher import finish, spawn
 
 TEMPERATURE = 0.8
 MAX_NEW_TOKENS = 20
@@ -549,12 +551,13 @@ def critic_job(name: str, model: str, **options: Any) -> dict[str, Any]:
 
 
 def run_jobs(folder: Path, jobs: dict[int, list[dict[str, Any]]], timeout_s: float) -> None:
-    """Run jobs by number of ranks. All worlds run at the same time, because a small one leaves cores idle."""
-    worker = "tests/distributed/update_worker.py"
-    worlds = [start(f"--nproc-per-node={size}", worker, str(folder), json.dumps(own)) for size, own in jobs.items()]
-    for process in worlds:
-        output = finish(process, timeout_s)
-        assert process.returncode == 0, output[-4000:]
+    """Run jobs by number of ranks."""
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    command = [sys.executable, "tests/distributed/update_worker.py", str(folder)]
+    # Asked through NVML, whether there is a GPU: otherwise ranks could not use it, since they are forks.
+    process = spawn(command, activated_environment(PYTORCH_NVML_BASED_CUDA_CHECK="1"))
+    output = finish(process, timeout_s)
+    assert process.returncode == 0, output[-4000:]
 
 
 def values_of(folder: Path, job: dict[str, Any]) -> dict[str, float]:

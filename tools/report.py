@@ -12,10 +12,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # use this checkout, whatever is installed
 from rl.common.files import write_atomically
+from rl.common.text import format_bytes
 from rl.report.page.build import build_page
 from rl.report.page.html import to_html
 from rl.report.page.markdown import to_markdown
 from rl.report.page.read import ReportError, read_runs
+
+MAX_COUNT = 1000  # bounds the memory of a report
 
 
 def choose_output(output: Path | None, runs: list[Path], ending: str) -> Path:
@@ -29,8 +32,8 @@ def choose_output(output: Path | None, runs: list[Path], ending: str) -> Path:
 
 
 def count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"got {text!r}; give a whole number, 0 or more")
+    if not text.isdecimal() or int(text) > MAX_COUNT:
+        raise argparse.ArgumentTypeError(f"got {text!r}; give a whole number from 0 to {MAX_COUNT}")
     return int(text)
 
 
@@ -44,7 +47,7 @@ def main(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     try:
         output = choose_output(args.output, args.runs, f".{args.format}")
-        page = build_page(read_runs(args.runs), args.window, args.samples)
+        page = build_page(read_runs(args.runs, args.window), args.samples)
         if args.format == "html":
             files = {output.name: to_html(page).encode()}
         else:
@@ -60,9 +63,8 @@ def main(arguments: list[str] | None = None) -> None:
             f"report: cannot write {place}: {error.strerror}. Give a file in a folder that exists and can be written "
             "with --output"
         ) from None
-    print(
-        f"{output}: {len(files[output.name]) / 1e6:.1f} MB" + (f", and {len(files) - 1} PNGs" if len(files) > 1 else "")
-    )
+    pictures_too = f", and {len(files) - 1} PNGs" if len(files) > 1 else ""
+    print(f"{output}: {format_bytes(len(files[output.name]))}{pictures_too}")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from rl.checkpoint.resume import Resume
-from rl.checkpoint.save import Saver
+from rl.checkpoint.save import EndAction, Saver
 from rl.checkpoint.snapshot import Snapshot, get_rng_states
 from rl.config.schema import CheckpointConfig, ConfigError
 from rl.data.rollout_state import RolloutState
@@ -51,7 +51,8 @@ class Checkpoints:
         self._is_updating = False  # the policy may have changed since the last `end_update`
         self._is_ending = False  # the update of a step has ended, but not its evaluation
         self._postponed: set[SaveAction] = set()  # until `end_update` or `end_step`
-        self.failure = ""  # on the leader: why a health rule ends the run
+        self._failure = ""  # on the leader: why a health rule ends the run
+        self._end: EndAction | None = None  # on the leader: how
         if resume is not None and resume.is_own:
             self._saved_step = resume.manifest.step
             self._unprobed_step = 0 if resume.has_probe else resume.manifest.step
@@ -96,8 +97,18 @@ class Checkpoints:
         check_metric(values, self._config)
         best = update_best(self._best, step, values, self._config)
         is_best, self._best = best is not self._best, best
-        if is_best or is_wanted or is_due(step, self._num_steps, self._config):
+        is_saved = is_best or is_wanted or is_due(step, self._num_steps, self._config)
+        # No later order would come in time: this step may not be worth saving, or the command ends after it.
+        if (is_saved or step == self._num_steps) and (end := self._saver.share_end(self._end)):
+            self.execute(end)
+        if is_saved:
             self._save()
+
+    def plan_end(self, reason: str, with_save: bool) -> EndAction:
+        """Let a health rule end the run after this step. Called on the leader. Return the action that all actors must
+        execute: they do in `end_step` if this step is to be saved or is the last one, else when they are ordered to."""
+        self._failure, self._end = reason, "save and fail" if with_save else "fail"
+        return self._end
 
     def wait_copied(self) -> None:
         """Wait until the copy to the host is done, so that the policy may change."""
@@ -122,14 +133,14 @@ class Checkpoints:
             saved = self._describe_saved()
             if action == "stop":
                 self._saver.stop(saved)
-            self._saver.stop(f"{self.failure} The newest checkpoint: {saved}", UnhealthyRun)
+            self._saver.stop(f"{self._failure} The newest checkpoint: {saved}", UnhealthyRun)
 
     def _describe_saved(self) -> str:
         if self._saved_step:
             return f"step {self._saved_step} is saved"
         if self._config.save_interval < 0:
             return "no step is saved, because checkpoint.save_interval=-1"
-        return "no step had ended yet"
+        return "no step had ended yet" if self._ended is None else "no step is saved"
 
     def close(self, with_probe: bool = True) -> None:
         """Wait until the last checkpoint is complete."""

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import torch
@@ -34,6 +34,7 @@ from rl.world.faults import Stopped
 from rl.world.messages import Letter, Mailbox, Message, waiting
 from rl.world.world import World
 
+EndAction = Literal["save and fail", "fail"]  # the actions of rl/world/orders.py with which a health rule ends the run
 # What a main thread may report to wait for. The watchdog blames only ranks that wait for OWN work, such as a hung disk.
 OWN_FILES, OTHERS_FILES, COMMIT = f"{OWN}checkpoint", "the others' checkpoints", f"{OWN}commit on all nodes"
 
@@ -50,6 +51,14 @@ class FilesWritten(Message):
 @dataclass(frozen=True)
 class StepCommitted(Message):
     """Tell an actor that the step is committed on all nodes."""
+
+
+@dataclass(frozen=True)
+class StepJudged(Message):
+    """Tell an actor how a health rule ends the run after this step, before the step is saved. None: it goes on."""
+
+    end: EndAction | None
+    awaited = Awaited("the leader's report of the step", "actor")
 
 
 class SaveTimes(NamedTuple):
@@ -126,6 +135,13 @@ class Saver:
     def wait_committed(self) -> None:
         """Wait until no save is in flight."""
         self._wait(self._idle)
+
+    def share_end(self, end: EndAction | None) -> EndAction | None:
+        """Return the leader's value on all actors, which call this at the same place in the loop."""
+        if self.is_leader:
+            for rank in self._placement.actors:
+                self._mail.send(rank, StepJudged(end))
+        return self._mail.receive(StepJudged).message.end
 
     def take_times(self) -> SaveTimes | None:
         """Return the times of the save that was committed since the last call, if there is one. Only on the leader."""

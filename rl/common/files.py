@@ -3,7 +3,7 @@
 import os
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -43,13 +43,15 @@ def join_inside(folder: Path, name: str) -> Path:
     return path
 
 
-def write_atomically(path: Path, data: bytes | str, fsync: bool = False, mode: int = 0o666) -> None:
-    """Replace a file, so that a reader sees the old or the new one. `fsync` makes it survive a crash of the machine."""
+def write_atomically(path: Path, data: bytes | str | Iterator[str], fsync: bool = False, mode: int = 0o666) -> None:
+    """Replace a file, so that a reader sees the old or the new one. `fsync` makes it survive a crash of the machine.
+    An iterator yields the content piece by piece, and may read the old file."""
     part = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")  # a name that other users cannot prepare
     try:
         handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
         with os.fdopen(handle, "wb") as file:
-            file.write(data.encode() if isinstance(data, str) else data)
+            for piece in data if isinstance(data, Iterator) else [data]:
+                file.write(piece.encode() if isinstance(piece, str) else piece)
             if fsync:
                 file.flush()
                 os.fsync(file.fileno())

@@ -6,11 +6,14 @@ from collections.abc import Mapping
 MAX_RANKS = 64  # with a metric of their own
 
 
-def metrics_of_members(prefix: str, values: Mapping[int, float], most: int = MAX_RANKS) -> dict[str, float]:
+def metrics_of_members(
+    prefix: str, values: Mapping[int, float], most: int = MAX_RANKS, unit: float = 1.0
+) -> dict[str, float]:
     """Return a metric PREFIX_N for each member N. If there are more than `most`, return PREFIX_min, _median and _max
-    instead: one metric per rank of a large run would cost the leader more time than all others, and fill the disk."""
+    instead: one metric per rank of a large run would cost the leader more time than all others, and fill the disk.
+    The metrics are the values times `unit`."""
     if len(values) <= most:
-        return {f"{prefix}_{number}": value for number, value in sorted(values.items())}
-    all_values = values.values()
-    figures = {"min": min(all_values), "median": statistics.median(all_values), "max": max(all_values)}
-    return {f"{prefix}_{name}": float(figure) for name, figure in figures.items()}
+        return {f"{prefix}_{number}": value * unit for number, value in sorted(values.items())}
+    ordered = sorted(values.values())
+    figures = {"min": ordered[0], "median": statistics.median(ordered), "max": ordered[-1]}
+    return {f"{prefix}_{name}": figure * unit for name, figure in figures.items()}

@@ -62,6 +62,11 @@ class Nodes:
         """The first rank of each node."""
         return [0, *itertools.accumulate(self.sizes[:-1])]
 
+    @cached_property
+    def numbers(self) -> list[int]:
+        """The node of each rank."""
+        return [node for node, size in enumerate(self.sizes) for _ in range(size)]
+
     def node_of(self, rank: int) -> int:
         return bisect(self.leads, rank) - 1
 

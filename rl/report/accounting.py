@@ -8,18 +8,18 @@ includes the evaluation and the checkpoint that follow the first of them.
 """
 
 import json
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from rl.common.files import write_atomically
-from rl.report.rows import read_metrics
-from rl.watch.ledger import RankAccount
+from rl.report.rows import iterate_rows
+from rl.watch.ledger import RankAccount, StepAccount
 
 ACCOUNTING = "accounting.jsonl"  # in the run's folder
 MAX_RANKS = 64  # of a line; in larger worlds, it has those that were busy longest, and as many that were idle longest
-MAX_BYTES = 32 << 20  # of the file; when it is larger, the older half of its lines is dropped
+MAX_BYTES = 32 << 20  # of the file; when it is larger, its older half is dropped
 
 BUSY, WAIT = "perf/busy", "perf/wait"
 RANKS = {"actor": "actors", "rollout": "engines", "inference": "inference ranks"}  # how texts call the ranks of a role
@@ -32,26 +32,14 @@ STAGES = {
 }
 
 
-def summarize(accounts: Sequence[RankAccount]) -> dict[str, float]:
-    """Return the metrics of a step, from the ledgers of its ranks."""
+def summarize(account: StepAccount) -> dict[str, float]:
+    """Return the metrics of a step."""
     found: dict[str, float] = {}
-    for role, members in _by_role(accounts).items():
-        waits: defaultdict[str, float] = defaultdict(float)  # sums of shares, by role
-        for account in members:
-            wall_s = account.wall_s
-            for awaited, seconds in account.waits.items():
-                waits[awaited] += seconds / wall_s
-        found[f"{BUSY}/{role}"] = 1 - sum(waits.values()) / len(members)
-        found |= {f"{WAIT}/{role}/{awaited}": waits[awaited] / len(members) for awaited in sorted(waits)}
+    for name, role in account.roles.items():
+        waits = role.mean_waits()
+        found[f"{BUSY}/{name}"] = 1 - sum(waits.values())
+        found |= {f"{WAIT}/{name}/{awaited}": share for awaited, share in waits.items()}
     return found
-
-
-def _by_role(accounts: Sequence[RankAccount]) -> dict[str, list[RankAccount]]:
-    found: defaultdict[str, list[RankAccount]] = defaultdict(list)
-    for account in accounts:
-        if account.wall_s > 0:
-            found[account.roles.replace(",", "_")].append(account)
-    return dict(found)
 
 
 class AccountingFile:
@@ -63,60 +51,45 @@ class AccountingFile:
 
     def __init__(self, run_dir: Path, step: int, max_bytes: int = MAX_BYTES):
         self._path, self._max_bytes = run_dir / ACCOUNTING, max_bytes
-        self._rewrite([row for row in read_metrics(self._path) if row["step"] <= step])
+        rows = (row for row in iterate_rows(self._path) if row["step"] <= step)
+        self._rewrite(json.dumps(row) + "\n" for row in rows)
 
-    def write(self, accounts: Sequence[RankAccount], hosts: Sequence[str], about: Mapping[str, Any]) -> None:
-        """Write the line of a step. `hosts` are the hosts of all ranks, which are numbered in this order. `about` is
-        what else the line says, such as the step."""
-        nodes = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
+    def write(self, account: StepAccount, nodes: Sequence[int], about: Mapping[str, Any]) -> None:
+        """Write the line of a step. `nodes` are the numbers of the nodes of all ranks. `about` is what else the line
+        says, such as the step."""
         roles = {
-            role: {"ranks": len(members), "seconds": _mean_seconds(members)}
-            for role, members in _by_role(accounts).items()
+            name: {"ranks": len(role.ranks), "seconds": _rounded(role.mean_seconds())}
+            for name, role in account.roles.items()
         }
+        engine = {name: [round(total, 6) for total in totals] for name, totals in account.engine.items()}
         ranks = [
-            {"rank": account.rank, "node": nodes[hosts[account.rank]], "seconds": _rounded(account.seconds)}
-            for account in _choose(accounts)
+            {"rank": one.rank, "node": nodes[one.rank], "seconds": _rounded(one.seconds)}
+            for one in _choose(account.ranks)
         ]
-        line = {**about, "roles": roles, "engine": _sum_engines(accounts), "ranks": ranks}
-        self._file.write(json.dumps(line) + "\n")
+        self._file.write(json.dumps({**about, "roles": roles, "engine": engine, "ranks": ranks}) + "\n")
         if self._file.tell() > self._max_bytes:
             self._file.close()
-            rows = read_metrics(self._path)
-            self._rewrite(rows[len(rows) // 2 :])
+            text = self._path.read_text()
+            self._rewrite(text[text.index("\n", len(text) // 2) + 1 :])
 
     def close(self) -> None:
         self._file.close()
 
-    def _rewrite(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        write_atomically(self._path, "".join(json.dumps(row) + "\n" for row in rows))
+    def _rewrite(self, text: str | Iterator[str]) -> None:
+        write_atomically(self._path, text)
         self._file = self._path.open("a", buffering=1)
-
-
-def _sum_engines(accounts: Sequence[RankAccount]) -> dict[str, list[float]]:
-    """Return the sums of all engines' steps. See EngineSteps."""
-    names = sorted({name for account in accounts for name in account.engine})
-    sums = {name: zip(*(account.engine[name] for account in accounts if name in account.engine)) for name in names}
-    return {name: [round(sum(column), 6) for column in columns] for name, columns in sums.items()}
-
-
-def _mean_seconds(accounts: Sequence[RankAccount]) -> dict[str, float]:
-    sums: defaultdict[str, float] = defaultdict(float)
-    for account in accounts:
-        for name, seconds in account.seconds.items():
-            sums[name] += seconds
-    return _rounded({name: sums[name] / len(accounts) for name in sorted(sums)})
 
 
 def _rounded(seconds: Mapping[str, float]) -> dict[str, float]:
     return {name: round(value, 6) for name, value in seconds.items()}
 
 
-def _choose(accounts: Sequence[RankAccount]) -> list[RankAccount]:
+def _choose(ranks: Sequence[RankAccount]) -> list[RankAccount]:
     """Return at most MAX_RANKS of the ranks: all of them, or those with the largest and the smallest busy time."""
-    if len(accounts) <= MAX_RANKS:
-        return list(accounts)
-    by_busy = sorted(accounts, key=lambda account: account.busy_s)
-    return sorted(by_busy[: MAX_RANKS // 2] + by_busy[-MAX_RANKS // 2 :], key=lambda account: account.rank)
+    if len(ranks) > MAX_RANKS:
+        by_busy = sorted(ranks)
+        ranks = by_busy[: MAX_RANKS // 2] + by_busy[-MAX_RANKS // 2 :]
+    return sorted(ranks, key=attrgetter("rank"))
 
 
 def describe_bound(values: Mapping[str, float]) -> str:
@@ -124,6 +97,7 @@ def describe_bound(values: Mapping[str, float]) -> str:
 
     The actors drive the loop. So whatever they wait for most bounds the step, unless they are busy for longer.
     """
+    values = {name: value for name, value in values.items() if name.startswith(("perf/", "time/"))}  # few of many
     actors = [name.removeprefix(f"{BUSY}/") for name in values if name.startswith(f"{BUSY}/") and "actor" in name]
     role = min(actors, key=len, default="")  # those that only train, if there are any
     if not role:

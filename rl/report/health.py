@@ -9,7 +9,7 @@ metrics.jsonl again. A rule whose metrics a run does not have never fires. docs/
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -19,6 +19,7 @@ from rl.config.schema import Config
 
 Action = Literal["warn", "stop", "off"]
 PREFIX = "health."  # begins the text of an event, and is followed by the name of the rule
+ENDS_RUN = " This rule ends the run (health.actions)."
 MEMORY_WINDOWS = 10  # host_memory looks at this many times health.num_steps
 MIN_NORMS = 5  # gradient norms that a spike is compared with, at least
 SOLVED = 0.9  # mean reward from which a low entropy counts as success, not as a collapse
@@ -140,12 +141,25 @@ class Health:
         if not is_stop and (not is_new or step <= self._said.get(name, 0)):
             return None
         again = f" It fired before, up to step {state.ended}." if state.ended and is_new else ""
-        end = " This rule ends the run (health.actions)." if is_stop else ""
+        end = ENDS_RUN if is_stop else ""
         text = f"{PREFIX}{name}: {seen.text} (since step {state.since}).{again} What to try: {rule.remedy}.{end}"
         return Finding(name, text, is_stop, rule.is_worth_saving)
 
     def _action(self, name: str) -> str:
         return self._settings.actions.get(name, "stop" if name == "skipped_steps" else "warn")
+
+
+def describe_stop(events: Sequence[Event], step: int) -> str:
+    """Say that a health rule has ended the run, and how it goes on after `step`. Return "" if none has ended the newest
+    attempt, which `events` tell about."""
+    ended = next((event for event in reversed(events) if event.kind in ("start", "resume", "stop")), None)
+    if ended is None or ended.kind != "stop" or not ended.text.startswith(PREFIX):
+        return ""
+    after = f"continues after step {step}" if step else "starts again"
+    return (
+        f"a health rule ended this run at step {ended.step}. {ended.text.removesuffix(ENDS_RUN)} The run {after}, and "
+        "the rules look at its new steps only: if you have changed nothing, it is likely to end in the same way"
+    )
 
 
 @dataclass(frozen=True)

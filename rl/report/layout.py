@@ -7,6 +7,7 @@ TensorBoard merges, have their charts in common.
 
 import re
 from collections.abc import Collection, Iterable, Mapping
+from functools import cache
 from typing import NamedTuple
 
 from tensorboard.plugins.custom_scalar.layout_pb2 import (
@@ -92,6 +93,7 @@ MEMORY = (
 )
 
 
+@cache
 def tag_of(name: str) -> str:
     """Return the tag of a metric in TensorBoard. Most tags equal the metric's name."""
     if BOUND.fullmatch(name):

@@ -1,6 +1,6 @@
 """Write the metrics of each step: to metrics.jsonl, TensorBoard, the console, and to other services."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,7 +15,7 @@ from rl.report.prometheus import PrometheusEndpoint
 from rl.report.rows import RowFile
 from rl.report.run_texts import list_hyperparameters, make_texts
 from rl.report.tensorboard import EventWriter
-from rl.watch.ledger import RankAccount
+from rl.watch.ledger import StepAccount
 
 ACCURACY = "eval/accuracy"  # every evaluation has it
 
@@ -49,12 +49,9 @@ class MetricsWriter:
         self._run_dir, self._num_steps, self._step = run_dir, num_steps, step
         self._rows = RowFile(run_dir, step, continues)
         self._accounting = AccountingFile(run_dir, step)
-        names = {name for row in self._rows.kept for name in row}
-        self._events = EventWriter(run_dir, step + 1 if step or continues else 0, names)
-        self.kept_rows = self._rows.kept  # of earlier starts of the run
-        means = [row.get("reward/mean") for row in self.kept_rows]
-        rewards = [mean for mean in means if mean is not None]  # null stands for NaN
-        self._console = RunConsole(run_dir.name, num_steps, rewards, step, view)
+        self._events = EventWriter(run_dir, step + 1 if step or continues else 0, self._rows.names)
+        self.kept_rewards = self._rows.rewards  # of earlier starts of the run
+        self._console = RunConsole(run_dir.name, num_steps, self.kept_rewards, step, view)
         self._sinks: list[Sink] = [self._events, *others]
         self._endpoint = endpoint
         if endpoint is not None and endpoint.warning:
@@ -78,13 +75,17 @@ class MetricsWriter:
             self._endpoint.write(step, version, values)
         self._console.write(step, values)
 
+    def read_kept(self) -> Iterator[dict[str, Any]]:
+        """Yield the rows of metrics.jsonl that earlier starts of the run have written."""
+        return self._rows.read_kept()
+
     def describe_run(self, config: Config, placement: Placement) -> None:
         """Show the settings and the placement in TensorBoard."""
         self._events.describe(make_texts(config, placement), list_hyperparameters(config))
 
-    def write_accounts(self, accounts: Sequence[RankAccount], hosts: Sequence[str], about: Mapping[str, Any]) -> None:
+    def write_account(self, account: StepAccount, nodes: Sequence[int], about: Mapping[str, Any]) -> None:
         """Write what the ranks did in a step to accounting.jsonl. See AccountingFile."""
-        self._accounting.write(accounts, hosts, about)
+        self._accounting.write(account, nodes, about)
 
     def write_text(self, name: str, text: str, step: int) -> None:
         self._events.write_text(name, text, step)

@@ -8,8 +8,8 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ ROLLOUTS = "rollouts"  # folder beside it, with the groups that debug.save_rollo
 class RowFile:
     """The file of a run. `step` is the step from which the run resumes. Rows after it are dropped, since the run writes
     them again. If it is 0, the files of an earlier run with the same name are renamed, unless this command `continues`
-    a run in phases."""
+    a run in phases. The rows before it stay on the disk: only the names of their metrics and their rewards are held."""
 
     def __init__(self, run_dir: Path, step: int, continues: bool):
         path = run_dir / METRICS
@@ -31,9 +31,25 @@ class RowFile:
             set_aside(path)
             set_aside(run_dir / "eval.jsonl")
             set_aside(run_dir / "accounting.jsonl")
-        self.kept = [row for row in read_metrics(path) if row["step"] <= step]  # rows of earlier starts
-        write_atomically(path, "".join(json.dumps(row) + "\n" for row in self.kept))
+        self._path, self._num_kept = path, 0  # rows of earlier starts
+        self.names: set[str] = set()  # of all values in them
+        self.rewards: list[float] = []  # mean rewards of their steps; a step without one is left out
+        write_atomically(path, self._keep(step))
         self._file = path.open("a", buffering=1)
+
+    def _keep(self, step: int) -> Iterator[str]:
+        """Yield the lines up to a step, and note what is held of them."""
+        for row in iterate_rows(self._path):
+            if row["step"] <= step:
+                self._num_kept += 1
+                self.names |= row.keys()
+                if row.get("reward/mean") is not None:  # null stands for NaN
+                    self.rewards.append(row["reward/mean"])
+                yield json.dumps(row) + "\n"
+
+    def read_kept(self) -> Iterator[dict[str, Any]]:
+        """Yield the rows of earlier starts, which are read from the file again."""
+        return islice(iterate_rows(self._path), self._num_kept)
 
     def write(
         self, step: int, version: int, values: Mapping[str, float], histograms: Mapping[str, Histogram] | None = None
@@ -57,13 +73,22 @@ def set_aside(path: Path) -> None:
 
 def last_step(path: Path) -> int:
     """Return the last step in a file of metrics, or 0 if there is none."""
-    return max((row["step"] for row in read_metrics(path)), default=0)
+    return max((row["step"] for row in iterate_rows(path)), default=0)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a file of metrics. There are none if the file does not exist."""
-    rows = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        with suppress(ValueError):  # a kill has cut the line off
-            rows.append(json.loads(line))
-    return rows
+    return [*iterate_rows(path)]
+
+
+def iterate_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the same rows one at a time, so that a long file does not have to fit in memory."""
+    if not path.exists():
+        return
+    with path.open() as file:
+        for line in file:
+            try:
+                row = json.loads(line)
+            except ValueError:  # a kill has cut the line off
+                continue
+            yield row

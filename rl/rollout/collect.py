@@ -209,7 +209,7 @@ class Rollouts(Service):
             self._times.append(replace(took, trained_s=trained_s))
         uses = self._dispatcher.take_uses() if self._dispatcher is not None else {}
         for lead, use in uses.items() if is_training else ():
-            self._uses[lead] = self._uses.get(lead, EngineUse()) + use
+            self._uses[lead] = self._uses[lead] + use if lead in self._uses else use
         missing = frozenset(arrived.keys() - groups.keys())
         return Gathered(
             groups,

@@ -35,6 +35,17 @@ class EngineFailed(Message):
     awaited = Awaited("reports of the failed engine's other ranks", "rollout")
 
 
+@dataclass(frozen=True)
+class EngineRebuilt(Message):
+    """Tell the leader that an engine failed and was rebuilt. Its lead sends this."""
+
+    engine: str  # such as "vllm 0.32.0"
+    step: int
+    reason: str
+    num_groups: int  # unfinished ones, which are sampled again
+    seconds: float  # that the rebuild took
+
+
 class EngineHost:
     """Hold one rank's part of an engine, and rebuild it after a failure. The engine's first rank is its lead."""
 

@@ -2,7 +2,7 @@
 
 All ranks of a tensor-parallel engine must make the same calls in the same order. The engine's first rank, the lead,
 decides. Before each call, it sends a message to its followers, which make the same call. So no rank waits for work
-inside a collective.
+inside a collective. See followers.py.
 """
 
 import math
@@ -22,14 +22,13 @@ from rl.rollout.carried import CarriedGroup, FetchGroup
 from rl.rollout.conversations import RecordedConversation
 from rl.rollout.dispatch import NewTasks, Pull, Task
 from rl.rollout.engine import Completion, Engine, Request
+from rl.rollout.followers import FROM_LEAD, AddRequests, Followers, Reason, RebuildEngine, StepEngine, describe_wait
 from rl.rollout.group import Group
-from rl.rollout.recovery import EngineHost
+from rl.rollout.meter import EngineMeter
+from rl.rollout.recovery import EngineHost, EngineRebuilt
 from rl.rollout.responses import Response
-from rl.rollout.speeds import StepTimer
 from rl.rollout.turns import Conversations
-from rl.rollout.use import UseMeter
 from rl.watch.heart import HEART, size_class
-from rl.watch.ledger import Awaited
 from rl.world.messages import Letter, Message
 from rl.world.orders import Order
 from rl.world.service import Service
@@ -40,28 +39,11 @@ MIN_SEQUENCES, MIN_PROMPT_TOKENS = 8, 256  # heartbeats treat smaller steps as s
 
 
 @dataclass(frozen=True)
-class StepEngine(Message):
-    """Tell followers to step the engine."""
-
-
-@dataclass(frozen=True)
-class RebuildEngine(Message):
-    """Tell followers to replace the engine, which failed on all of its ranks."""
-
-
-@dataclass(frozen=True)
 class Scored(Message):
     """Deliver the result of the reward functions for one response."""
 
     key: tuple[int, ...]  # batch, position, sample, attempt
     result: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class AddRequests(Message):
-    """Tell followers to give these requests to the engine."""
-
-    requests: list[Request]
 
 
 @dataclass(frozen=True)
@@ -113,7 +95,7 @@ class RolloutService(Service):
     """Sample on one engine. Runs on all of its ranks; followers have no groups and only repeat the lead's calls."""
 
     name = "rollout"
-    kinds = (NewTasks, CarriedGroup, AddRequests, StepEngine, RebuildEngine, Scored, TurnAsked, ConversationEnded)
+    kinds = (NewTasks, CarriedGroup, Scored, TurnAsked, ConversationEnded, *FROM_LEAD)
 
     def __init__(
         self,
@@ -127,7 +109,7 @@ class RolloutService(Service):
         keeps_kv: bool = False,  # carried responses continue with the KV cache of older weights
     ):
         """Set `conversations` before the first task, if samples are conversations."""
-        self.host = host
+        self.host, self._followers = host, Followers(world.mail, host.followers)
         self._world, self._mail, self._rewards, self._tokenizer = world, world.mail, rewards, tokenizer
         self._max_num_groups, self._run_seed, self._leader = max_num_groups, run_seed, leader
         self._keeps_kv = keeps_kv
@@ -136,9 +118,8 @@ class RolloutService(Service):
         self._is_rebuilt = False  # the engine was replaced, and has sampled nothing yet
         self._num_prompt_tokens = 0  # in requests that were added since the last step
         self._reported_at = 0.0  # when the leader was told of the progress
-        self._stepped_at: float | None = None  # when the last step ended; None: the engine had nothing left to do
-        self._timer, self._is_decoding = StepTimer(), False  # whether the last step read no prompts
-        self._meter = UseMeter()
+        self._meter = EngineMeter()
+        world.accounts.take_engine_costs = self._meter.take_costs
         self.recorder: Recorder | None = None  # in the phase rollout: writes groups to files
         self.conversations: Conversations | None = None  # on the lead, if samples are conversations
         self._room = 0  # for groups, that the leader knows of
@@ -155,18 +136,22 @@ class RolloutService(Service):
     @property
     def is_scoring(self) -> bool:
         """Return whether sampled responses wait for their scores, or conversations for tools."""
-        return any(group.num_unscored or group.conversations for group in self._groups.values())
+        return self._reason in ("scores", "tools")
 
     @property
     def awaited(self) -> str:
+        return describe_wait(self._reason, self._leader if self.host.is_lead else self.host.lead)
+
+    @property
+    def _reason(self) -> Reason:
+        """Return why this rank waits when it is not busy."""
+        if not self.host.is_lead:
+            return self._followers.reason
         if any(group.num_unscored for group in self._groups.values()):
-            return Awaited("the scores of its responses", "reward")
-        if self.is_scoring:
-            return Awaited("the tools and environments of its conversations", "environment")
-        if self._to_restart:
-            return Awaited("weights for its new engine", "actor")
-        # A follower waits whenever its lead does, and that is nearly always for the actors.
-        return Awaited(f"work from rank {self._leader if self.host.is_lead else self.host.lead}", "actor")
+            return "scores"
+        if any(group.conversations for group in self._groups.values()):
+            return "tools"
+        return "weights" if self._to_restart else "work"
 
     @property
     def _can_restart(self) -> bool:
@@ -177,6 +162,8 @@ class RolloutService(Service):
         return [group for group in self._groups.values() if not group.is_sampled]
 
     def handle(self, letter: Letter[Any]) -> None:
+        if isinstance(letter.message, FROM_LEAD):
+            self._followers.hear(letter.message)
         match letter.message:
             case NewTasks(tasks):
                 self._start(tasks)
@@ -205,6 +192,12 @@ class RolloutService(Service):
                 self.host.follow(self._step, self.name)
             case RebuildEngine():
                 self.host.replace()
+        self._tell_reason()
+
+    def _tell_reason(self) -> None:
+        """Tell the followers why the lead waits, if it does."""
+        if self.host.followers and not self.busy:
+            self._followers.tell(self._reason)
 
     def _find(self, key: tuple[int, ...]) -> Group | None:
         """Return the group of a sample. Return None if the engine that sampled it has failed since then."""
@@ -214,28 +207,19 @@ class RolloutService(Service):
     def work(self) -> None:
         if self._can_restart:
             groups, self._to_restart, self._is_rebuilt = self._to_restart, [], False
-            return self._begin(groups)
-        self._tell_followers(StepEngine())
-        num_responses, started = self.engine.num_unfinished, time.perf_counter()
-        # What is done with the responses of a step delays the next one, so accounts count it too.
-        began = self._stepped_at if self._stepped_at is not None else started
-        num_prompt_tokens, was_decoding = self._num_prompt_tokens, self._is_decoding
+            self._begin(groups)
+        else:
+            self._sample()
+        self._tell_reason()
+
+    def _sample(self) -> None:
+        """Step the engine, and take what it has sampled."""
+        self._followers.call(StepEngine())
         try:
-            ended = self._step()
+            ended = self._meter.measure(self._step, self.engine, self._num_prompt_tokens)
         except Exception as error:
             return self._recover(error)
-        now = time.perf_counter()
-        step_s, num_tokens = now - started, sum(len(done.tokens) for done in ended)
-        self._stepped_at = now if self.engine.num_unfinished else None
-        # An engine that schedules asynchronously waits for the prompts of a step in the next one.
-        self._is_decoding = not num_prompt_tokens
-        if was_decoding and self._is_decoding:
-            self._timer.add(num_responses, step_s)
-            self._world.accounts.engine_steps.add_decode(num_responses, now - began)
-        else:
-            self._world.accounts.engine_steps.add_prefill(num_responses, now - began, num_prompt_tokens)
-        self._meter.add(num_tokens, step_s, self.engine.kv_use, self.engine.kv_bytes)
-        HEART.beat(f"{self.engine.num_unfinished} responses", num_tokens)
+        HEART.beat(f"{self.engine.num_unfinished} responses", sum(len(done.tokens) for done in ended))
         with self.conversations.together() if self.conversations is not None else nullcontext():
             is_last_of_group = [self._take(completion) for completion in ended]
         self._report_progress(is_urgent=any(is_last_of_group))
@@ -341,14 +325,13 @@ class RolloutService(Service):
         # A carried group without responses still waits for its owner.
         self._to_restart = [group for group in again.values() if group.carried or not group.task.is_carried]
         self._is_rebuilt = True
-        self._tell_followers(RebuildEngine())
+        self._followers.call(RebuildEngine())
+        began = time.perf_counter()
         self.host.replace()
+        step, reason, took_s = self._world.step, f"{type(error).__name__}: {error}", time.perf_counter() - began
+        self._mail.send(self._leader, EngineRebuilt(self.engine.name, step, reason, len(lost), took_s))
         if self.host.donation is None:
             self._mail.send(self._leader, Order("publish again"))
-
-    def _tell_followers(self, message: Message) -> None:
-        for rank in self.host.followers:
-            self._mail.send(rank, message)
 
     @property
     def _num_free(self) -> int:
@@ -359,7 +342,7 @@ class RolloutService(Service):
     def _pull(self) -> None:
         if self.host.is_lead:
             self._room = self._num_free
-            pull = Pull(self._room, len(self._being_sampled), self._timer.take(), self._meter.take())
+            pull = Pull(self._room, len(self._being_sampled), self._meter.take_times(), self._meter.take_use())
             self._mail.send(self._leader, pull)
 
     def _start(self, tasks: list[Task]) -> None:
@@ -393,7 +376,7 @@ class RolloutService(Service):
 
     def add_requests(self, requests: list[Request]) -> None:
         """Give requests to the engine, on all of its ranks. Called on the lead."""
-        self._tell_followers(AddRequests(requests))
+        self._followers.call(AddRequests(requests))
         self._add(requests)
 
     def _add(self, requests: list[Request]) -> None:

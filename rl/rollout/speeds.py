@@ -4,7 +4,7 @@ Tokens per second would not show this. A decode step takes a fixed time and a li
 engine with few sequences decodes fewer tokens per second than an equal one with many, and would get fewer and fewer
 groups. So the time of a decode step is compared only with steps of other engines with about as many sequences.
 
-This module has no torch and no messages.
+The times come from the meter of each engine (meter.py). This module has no torch and no messages.
 """
 
 import math
@@ -12,36 +12,13 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-from rl.watch.heart import size_class
-
-MIN_SEQUENCES = 8  # smaller steps count as steps of this size
 MIN_STEPS = 32  # of an engine, before its speed is computed
-MAX_OVER_MEDIAN = 4.0  # longer steps, such as one that compiles, count as this many times the median
 TOLERANCE = 0.1  # engines this close to the median count as equal, so that noise changes nothing
 SMOOTHING = 0.5  # weight of a new measurement
 NUM_ITERATIONS = 20
 MEAN_IN_CLASS = 0.75  # mean number of sequences in a class, over its largest
 
 StepTimes = list[tuple[int, int, float]]  # size class of the sequences, number of steps, their seconds
-
-
-class StepTimer:
-    """Collect the times of an engine's decode steps."""
-
-    def __init__(self) -> None:
-        self._seconds: defaultdict[int, list[float]] = defaultdict(list)  # by size class
-
-    def add(self, num_sequences: int, seconds: float) -> None:
-        self._seconds[size_class(num_sequences, MIN_SEQUENCES)].append(seconds)
-
-    def take(self) -> StepTimes:
-        """Return the times since the last call."""
-        taken: StepTimes = []
-        for size, seconds in self._seconds.items():
-            limit = MAX_OVER_MEDIAN * statistics.median(seconds)
-            taken.append((size, len(seconds), sum(min(each, limit) for each in seconds)))
-        self._seconds.clear()
-        return taken
 
 
 class EngineSpeeds:

@@ -1,6 +1,6 @@
 """How engines spend a step: sampled tokens, seconds, and how full their KV caches are.
 
-lead of each engine: UseMeter --Pull--> leader: Dispatcher --> describe_uses --> metrics
+lead of each engine: EngineMeter --Pull--> leader: Dispatcher --> describe_uses --> metrics
 """
 
 from collections.abc import Mapping
@@ -31,26 +31,9 @@ class EngineUse:
         )
 
 
-class UseMeter:
-    """Add up what an engine does, on its lead."""
-
-    def __init__(self) -> None:
-        self._use = EngineUse()
-
-    def add(self, num_tokens: int, seconds: float, kv_use: float | None, kv_bytes: int) -> None:
-        """Add a step, after which this share of the KV cache is in use."""
-        share = -1.0 if kv_use is None else kv_use
-        self._use += EngineUse(num_tokens, seconds, seconds * max(0.0, share), share, kv_bytes)
-
-    def take(self) -> EngineUse:
-        """Return the steps since the last call."""
-        taken, self._use = self._use, EngineUse()
-        return taken
-
-
 def describe_uses(uses: Mapping[int, EngineUse]) -> dict[str, float]:
     """Return the metrics of all engines, which are named by their leads. Engines that did nothing are left out."""
-    speeds = {lead: use.num_tokens / use.seconds for lead, use in sorted(uses.items()) if use.seconds}
+    speeds = {lead: use.num_tokens / use.seconds for lead, use in uses.items() if use.seconds}
     values = metrics_of_members("perf/tokens_per_s/engine", speeds, MAX_ENGINES)
     caching = [use for use in uses.values() if use.seconds and use.max_kv_use >= 0]
     if caching:

@@ -113,9 +113,8 @@ def build_actor(run: Run, trains: bool = True) -> Actor:
     sampler = build_sampler(run, rollouts, trains)
 
     def end_run(finding: Finding) -> None:
-        """Have all actors end the run while they wait for the next rollouts. After the last step, nothing is left."""
-        checkpoints.failure = finding.text
-        mail.send(run.world.rank, Order("save and fail" if finding.is_worth_saving else "fail"))
+        """Have all actors end the run before they save this step, or else while they wait for the next rollouts."""
+        mail.send(run.world.rank, Order(checkpoints.plan_end(finding.text, finding.is_worth_saving)))
 
     writer = build_writer(run) if trains else None
     health = build_health(run, writer, sampler, end_run) if writer is not None else None

@@ -23,7 +23,6 @@ from rl.learner.optimizers import check_optimizer
 from rl.model.shape import check_model
 from rl.model.tokenizer import load_tokenizer
 from rl.placement.groups import Groups, make_groups
-from rl.placement.nodes import Nodes
 from rl.placement.roles import Placement, plan
 from rl.report.live import LiveView, open_view
 from rl.report.sizes import describe_data_parallelism
@@ -174,7 +173,7 @@ def agree_on_steps(world: World, placement: Placement, config: Config, data: Dat
 
 
 def _place(world: World, config: Config, phase: PhaseOptions) -> Placement:
-    nodes = Nodes.from_local_ranks(world.local_ranks)
+    nodes = world.nodes
     sizes = (nodes.num_nodes, nodes.sizes, config.rollout.tensor_parallel_size, config.actor.num_replicas)
     return plan(config.placement, *sizes, phase.name)
 

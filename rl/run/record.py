@@ -11,7 +11,8 @@ import torch
 from rl.common.events import EVENTS
 from rl.common.versions import read_commit, read_versions
 from rl.config.schema import ROOT
-from rl.report.events import begin_events
+from rl.report.events import begin_events, read_events
+from rl.report.health import describe_stop
 from rl.report.record import RunRecord, describe_changes, read_record, write_record
 from rl.report.rows import METRICS, last_step
 from rl.report.writers import public_settings
@@ -21,8 +22,9 @@ from rl.world.restarts import launcher_process
 
 
 def begin_story(run: Run) -> None:
-    """Write run.json, and an event for the start of this attempt. Print which steps are done again. Called on the
-    leader of a run that trains."""
+    """Write run.json, and an event for the start of this attempt. Print which steps are done again, and whether a
+    health rule has ended the run. Called on the leader of a run that trains."""
+    say_stop(run)
     step, before = run.start_step, read_record(run.folder)
     repetition = describe_repetition(run, step)
     if repetition:
@@ -32,6 +34,12 @@ def begin_story(run: Run) -> None:
     details = [repetition, describe_changes(before, record) if step else ""]
     begin_events(run.folder, step, run.world.attempt, run.world.id, details, is_restart)
     write_record(run.folder, record)
+
+
+def say_stop(run: Run) -> None:
+    """Print that a health rule has ended the run before, and how it goes on. Called on the leader."""
+    if said := describe_stop(read_events(run.folder), run.start_step):
+        print(f"oneworld: {said}", flush=True)
 
 
 def gather_record(run: Run) -> RunRecord:

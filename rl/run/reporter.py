@@ -1,7 +1,6 @@
 """Write the reports of an actor rank: metrics, samples, saved rollouts and profiles."""
 
 import dataclasses
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -51,7 +50,7 @@ class Reporter:
         self._tokenizer, self._rollouts, self._writer, self._actors = tokenizer, rollouts, writer, actors
         self._health = health
         self.exchange: SampleExchange | None = None  # set it before the first step to write samples
-        self._rewards = RewardSummary(writer.kept_rows if writer is not None else ())
+        self._rewards = RewardSummary(writer.kept_rewards if writer is not None else ())
         is_known = writer is not None and world.device.type == "cuda" and config.model.dtype == "bfloat16"
         peak = peak_flops(torch.cuda.get_device_name(world.device)) if is_known else None
         self._peak_flops = len(actors) * peak if peak else None  # of all actors
@@ -100,12 +99,12 @@ class Reporter:
             values |= find_slowest(rounds)
             values |= measure_mfu(values, seconds, rounds, self._peak_flops)
             values |= describe_uses(self._rollouts.take_uses())
-            accounts = self._world.accounts.take(version)
-            values |= summarize(accounts)
+            account, nodes = self._world.accounts.take(version), self._world.nodes
+            values |= summarize(account)
             prompt_tokens = round(float(batch.prompt_lengths.sum()) / max(1, batch.num_sequences), 1)
-            about = {"step": step, "bound": describe_bound(values | seconds), "prompt_tokens": prompt_tokens}
-            about["nodes"] = [*Counter(self._world.hosts).values()]  # ranks of each; a node's ranks are consecutive
-            self._writer.write_accounts(accounts, self._world.hosts, about)
+            bound = describe_bound(values | seconds)
+            about = {"step": step, "bound": bound, "prompt_tokens": prompt_tokens, "nodes": nodes.sizes}
+            self._writer.write_account(account, nodes.numbers, about)
             if self.exchange is not None and self.exchange.samples:
                 self._writer.write_text(TAG, show(self.exchange.samples, self._tokenizer), step)
         values = values | seconds | self._world.take_usage()

@@ -1,19 +1,22 @@
-"""What the leader reports with: the writer of metrics, and the health rules."""
+"""What the leader reports with: the writer of metrics, the health rules, and events about engines."""
 
 import statistics
+import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
-from rl.report.events import read_events
+from rl.report.events import read_events, write_event
 from rl.report.health import Finding, Health
 from rl.report.metrics_writer import MetricsWriter
 from rl.report.prometheus import PrometheusEndpoint
 from rl.report.writers import open_writers
+from rl.rollout.recovery import EngineRebuilt
 from rl.rollout.sampler import Sampler
 from rl.run.open import Run
+from rl.world.messages import Letter
 
 NUM_REWARDS = 5
+MAX_REASON = 300  # characters
 
 
 class HealthWatch:
@@ -36,11 +39,11 @@ class HealthWatch:
 
 
 class RewardSummary:
-    """The mean reward of the first and of the last NUM_REWARDS steps. `rows` are those of earlier starts of the run."""
+    """The mean reward of the first and of the last NUM_REWARDS steps. `rewards` are those of earlier starts of the
+    run."""
 
-    def __init__(self, rows: Sequence[Mapping[str, Any]]):
-        rewards = [row["reward/mean"] for row in rows if row.get("reward/mean") is not None]
-        self._first, self._last = rewards[:NUM_REWARDS], deque(rewards, maxlen=NUM_REWARDS)
+    def __init__(self, rewards: Sequence[float]):
+        self._first, self._last = [*rewards[:NUM_REWARDS]], deque(rewards, maxlen=NUM_REWARDS)
 
     def add(self, reward: float) -> tuple[float, float]:
         """Add a step, and return both means."""
@@ -61,14 +64,37 @@ def build_writer(run: Run) -> MetricsWriter | None:
     is_phase = run.phase.name != "both"
     writer = MetricsWriter(run.folder, run.config.train.num_steps, step, others, is_phase, endpoint, run.view)
     writer.describe_run(run.config, run.placement)
+    note_rebuilt_engines(run)
     return writer
+
+
+def note_rebuilt_engines(run: Run) -> None:
+    """Write an event for each engine that fails and is rebuilt, from now on. Called on the leader."""
+
+    def note(letter: Letter[EngineRebuilt]) -> None:
+        text = describe_rebuild(letter.message, letter.source, run.placement.engine_of(letter.source))
+        # In another thread, since the disk may hang, and messages must still be read.
+        args = run.folder, "warning", letter.message.step, text
+        threading.Thread(target=write_event, args=args, daemon=True).start()
+
+    run.world.mail.on(EngineRebuilt, note)
+
+
+def describe_rebuild(rebuilt: EngineRebuilt, lead: int, index: int | None) -> str:
+    """Describe the rebuild of an engine in one line, which fits into an event."""
+    reason = rebuilt.reason.partition("\n")[0]
+    reason = f"{reason}." if len(reason) <= MAX_REASON else reason[: MAX_REASON - 4] + " ..."
+    return (
+        f"engine {index} ({rebuilt.engine}) of rank {lead} failed: {reason} It was rebuilt in "
+        f"{rebuilt.seconds:.0f} s, and its unfinished groups ({rebuilt.num_groups}) are sampled again"
+    )
 
 
 def build_health(run: Run, writer: MetricsWriter, sampler: Sampler, end_run: Callable[[Finding], None]) -> HealthWatch:
     """Build the health rules, in the state in which earlier starts of this run have left them. At the end of the run, a
     line about them comes before the writer's summary, which is the last line."""
     health = Health(run.config, sampler.max_lag)
-    health.restore(writer.kept_rows, read_events(run.folder))
+    health.restore(writer.read_kept(), read_events(run.folder))
 
     def close() -> None:
         if summary := health.summary():

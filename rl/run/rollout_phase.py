@@ -27,6 +27,8 @@ from rl.rollout.sampler import Sampler
 from rl.run.build import build_evaluation, build_sampler, error_if_all_fail
 from rl.run.models import digest_bases, load_policy
 from rl.run.open import Run
+from rl.run.record import say_stop
+from rl.run.reporting import note_rebuilt_engines
 from rl.run.serve import build_rollout_service, build_sync
 from rl.sync.sources import WeightSource
 from rl.sync.weights import WeightSync, share_tensors
@@ -112,6 +114,7 @@ def build_rollout_lead(run: Run) -> RolloutLead:
     """Build the rank that drives the phase rollout. The other ranks call `serve_run`."""
     config, mail = run.config, run.world.mail
     HEART.describe(num_steps=config.train.num_steps)
+    say_stop(run)
     model = _load_weights(run)
     tensors = share_tensors(mail, run.placement, model, config.model.dtype)
     service = build_rollout_service(run)
@@ -133,6 +136,7 @@ def build_rollout_lead(run: Run) -> RolloutLead:
         archive = rollouts.use_archive(run.stored.groups, run.phase.is_in_part)
     sampler = build_sampler(run, rollouts, trains=run.stored is not None)
     lead = RolloutLead(run, sync, sampler, build_evaluation(run, rollouts), archive)
+    note_rebuilt_engines(run)
     enable_garbage_collection()
     return lead
 

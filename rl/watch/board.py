@@ -59,6 +59,7 @@ class Board:
         self._collector: int | None = None  # the rank that collects measurements of GPUs: the leader
         self._viewer: int | None = None  # the rank that shows what all ranks are doing: the leader, on a terminal
         self.rewards: tuple[float, float] | None = None  # means of the first and the last steps, told by the leader
+        self._deputies: dict[int, tuple[str, int]] = {}  # addresses by rank, see deputies.py
 
     def handle(self, rank: int, message: dict[str, Any]) -> None:
         kind, now = message.pop("kind"), time.monotonic()
@@ -92,6 +93,13 @@ class Board:
             self._viewer = rank
         elif kind == "rewards":
             self.rewards = msgspec.convert((message["first"], message["last"]), tuple[float, float])
+            for deputy in self._deputies:
+                self._tell(deputy, "rewards", first=message["first"], last=message["last"])
+        elif kind == "deputy":
+            self._deputies[rank] = msgspec.convert((message["host"], message["port"]), tuple[str, int])
+            rows = [[other, *address] for other, address in self._deputies.items()]
+            for deputy in self._deputies:
+                self._tell(deputy, "deputies", rows=rows)
 
     def report(self, report: Report) -> None:
         now = time.monotonic()

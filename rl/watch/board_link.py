@@ -115,6 +115,7 @@ class BoardClient:
         self._heard_at = time.monotonic()
         self._channel = JsonChannel(connect(address, key, CUT_S))
         self.send = self._channel.send
+        self.own_host: str = self._channel.connection.getsockname()[0]  # the address on the route to the board
         self._selector, self._on_message, self._on_lost = selector, on_message, on_lost
         selector.register(self._channel.connection, selectors.EVENT_READ, self._read)
 

@@ -14,6 +14,7 @@ from rl.watch.told import Level, Told, read_told, remove_told, tell
 EARLY = "oneworld.early"  # file that marks a start which ended before the ranks had met
 STOP_FILE = "ONEWORLD_STOP_FILE"  # set by launch/run_node.sh, which does not start torchrun again if the file exists
 LAST_LINE_FILE = "ONEWORLD_LAST_LINE_FILE"  # set by launch/run_node.sh, which prints the file when torchrun has ended
+WORLD_FILE = "ONEWORLD_WORLD_FILE"  # set by launch/run_node.sh: the id of the last world, and whether to tell its end
 END_S = 10.0  # limit for torchrun to end after its ranks
 POLL_S = 0.05
 
@@ -34,6 +35,7 @@ class Launcher:
         self._told_file = os.environ.get(TOLD_FILE, "")
         self._may_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT") != os.environ.get("TORCHELASTIC_MAX_RESTARTS")
         self._last_line = ""
+        self._ranks = frozenset[str]()  # process ids of this attempt's ranks on this node, once they have met
         self.launched_at = launch_time(pid)  # by time.time(), before all attempts of this launch
 
     @property
@@ -43,8 +45,39 @@ class Launcher:
     @property
     def restarts_ranks(self) -> bool:
         """Whether somebody starts the ranks again after a failure that is not final."""
-        has_loop = bool(os.environ.get(STOP_FILE))  # it starts torchrun again
-        return has_loop or (self._may_restart and not self.is_gone)
+        return self.has_loop or (self._may_restart and not self.is_gone)
+
+    @property
+    def has_loop(self) -> bool:
+        """Whether launch/run_node.sh starts torchrun again."""
+        return bool(os.environ.get(STOP_FILE))
+
+    def begin_world(self, world: str) -> None:
+        """Note that the ranks have met in a world with this id."""
+        self._ranks = self._read_ranks()
+        _write(WORLD_FILE, world)
+
+    def leave_message(self, world: str) -> None:
+        """Let launch/run_node.sh tell the webhook, if it gives up before the ranks meet again."""
+        _write(WORLD_FILE, f"{world} tell")
+
+    def fails_to_restart(self) -> bool:
+        """Wait until torchrun starts the ranks again or ends. Return whether it ends, for example because another node
+        does not come back. Return False at once if the ranks have never met."""
+        if not self._ranks:
+            return False
+        while not self.is_gone:
+            if self._read_ranks() - self._ranks:
+                return False
+            wait_until_readable([self._exit_fd], 4 * POLL_S)
+        return True
+
+    def _read_ranks(self) -> frozenset[str]:
+        """Return the process ids of torchrun's children."""
+        with suppress(OSError):
+            files = Path(f"/proc/{self._pid}/task").glob("*/children")
+            return frozenset(pid for file in files for pid in file.read_text().split())
+        return frozenset()
 
     def stop(self) -> None:
         """Stop torchrun, and tell the loop in launch/run_node.sh not to start it again."""

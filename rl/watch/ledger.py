@@ -5,8 +5,9 @@ to the time that has passed. A switch reads the monotonic clock and adds one num
 """
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 BUSY, WAIT = "busy/", "wait/"  # prefixes of accounts: busy/STAGE and wait/ROLE
 # What a rank can wait for besides the roles of docs/placement.md.
@@ -32,52 +33,66 @@ def role_of(awaited: str) -> str:
     return awaited.role if isinstance(awaited, Awaited) else OTHER
 
 
-@dataclass(frozen=True)
-class RankAccount:
-    """The ledger of one rank for one step. `roles` are joined by commas, as in the placement."""
+class RankAccount(NamedTuple):
+    """What one rank did in a step."""
 
+    busy_s: float  # the first field, so that accounts are sorted by it
     rank: int
-    roles: str
-    seconds: dict[str, float]
-    engine: dict[str, list[float]] = field(default_factory=dict)  # see EngineSteps
-
-    @property
-    def wall_s(self) -> float:
-        return sum(self.seconds.values())
-
-    @property
-    def busy_s(self) -> float:
-        return sum(seconds for name, seconds in self.seconds.items() if name.startswith(BUSY))
-
-    @property
-    def waits(self) -> dict[str, float]:
-        """Seconds of waiting by role."""
-        return {name.removeprefix(WAIT): s for name, s in self.seconds.items() if name.startswith(WAIT)}
+    seconds: Mapping[str, float]  # by account
 
 
-class EngineSteps:
-    """The times of an engine's steps, as sums from which a line can be fitted.
-
-    A decode step takes a fixed time, and a time for each sequence. A step that reads prompts takes longer.
-    """
+class RoleAccount:
+    """What the ranks of one role did in a step."""
 
     def __init__(self) -> None:
-        self._decode, self._prefill = [0.0] * 5, [0.0] * 4
+        self.ranks: list[int] = []
+        # By account, of all ranks that have it. Appending to a list costs less than adding to a sum.
+        self.seconds: defaultdict[str, list[float]] = defaultdict(list)
+        self.shares: defaultdict[str, list[float]] = defaultdict(list)  # of a rank's time
 
-    def add_decode(self, num_sequences: int, seconds: float) -> None:
-        terms = 1.0, num_sequences, num_sequences**2, seconds, num_sequences * seconds
-        self._decode = [total + term for total, term in zip(self._decode, terms)]
+    def mean_seconds(self) -> dict[str, float]:
+        """Return the mean over the ranks, by account."""
+        return {name: sum(self.seconds[name]) / len(self.ranks) for name in sorted(self.seconds)}
 
-    def add_prefill(self, num_sequences: int, seconds: float, num_tokens: int) -> None:
-        terms = 1.0, num_sequences, seconds, num_tokens
-        self._prefill = [total + term for total, term in zip(self._prefill, terms)]
+    def mean_waits(self) -> dict[str, float]:
+        """Return the mean share of the time in which ranks wait, by what they wait for."""
+        waits = sorted(name for name in self.shares if name.startswith(WAIT))
+        return {name.removeprefix(WAIT): sum(self.shares[name]) / len(self.ranks) for name in waits}
 
-    def take(self) -> dict[str, list[float]]:
-        """Return the sums since the last call. `decode`: steps n, sum of sequences x, of x², of seconds t, and of xt.
-        `prefill`: steps, sequences, seconds, and tokens that were read. Empty if the rank has no engine."""
-        taken = {"decode": self._decode, "prefill": self._prefill}
-        self._decode, self._prefill = [0.0] * 5, [0.0] * 4
-        return {name: sums for name, sums in taken.items() if sums[0]}
+
+class StepAccount:
+    """What all ranks did in a step. Ledgers are taken apart as they arrive, in the I/O thread, so that the loop has
+    little to do with them, however many ranks there are."""
+
+    def __init__(self) -> None:
+        self.ranks: list[RankAccount] = []  # in the order of arrival
+        self._roles: defaultdict[str, RoleAccount] = defaultdict(RoleAccount)
+        self._engines: defaultdict[str, list[Sequence[float]]] = defaultdict(list)
+
+    @property
+    def roles(self) -> dict[str, RoleAccount]:
+        """The accounts by role, in the order of their first ranks. Ranks with several roles are a role of their own."""
+        return dict(sorted(self._roles.items(), key=lambda item: min(item[1].ranks)))
+
+    @property
+    def engine(self) -> dict[str, list[float]]:
+        """The sums over the steps of all engines. See rl/rollout/meter.py."""
+        return {name: [sum(column) for column in zip(*terms)] for name, terms in sorted(self._engines.items())}
+
+    def add(self, rank: int, roles: str, seconds: Mapping[str, float], engine: Mapping[str, Sequence[float]]) -> None:
+        """Add the ledger of a rank, and the sums over its engine's steps. `roles` are joined by commas."""
+        wall_s, busy_s = sum(seconds.values()), 0.0
+        if wall_s > 0:  # otherwise the rank has just been started
+            role = self._roles[roles.replace(",", "_")]
+            role.ranks.append(rank)
+            for name, value in seconds.items():
+                role.seconds[name].append(value)
+                role.shares[name].append(value / wall_s)
+                if name.startswith(BUSY):
+                    busy_s += value
+        self.ranks.append(RankAccount(busy_s, rank, seconds))
+        for name, terms in engine.items():
+            self._engines[name].append(terms)
 
 
 class Ledger:

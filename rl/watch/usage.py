@@ -7,8 +7,7 @@ The watchdogs measure, so no rank spends time on it, and nothing waits for a dev
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rl.common.members import metrics_of_members
@@ -35,52 +34,51 @@ def measurements(abouts: Mapping[int, Mapping[str, int]]) -> list[Measurement]:
     return [Measurement(rank, *each) for rank, each in values.items() if max(each) >= 0]
 
 
-@dataclass
-class _Use:
-    """What one rank used since the last report."""
-
-    max_host_mb: int = -1  # not known
-    max_gpu_mb: int = -1
-    utilization_sum: int = 0
-    utilization_count: int = 0
-
-
 class ResourceUse:
     """The measurements of all ranks since the last report. The I/O thread adds them, the main thread takes them."""
 
     def __init__(self) -> None:
-        self._uses: dict[int, _Use] = defaultdict(_Use)
+        self._window = _Window()
         self._host_mb: dict[int, int] = {}  # newest that was reported, by rank
         self._lock = threading.Lock()
 
     def add(self, rows: Iterable[Iterable[Any]]) -> None:
         """Add measurements. Each row has the fields of a Measurement."""
         with self._lock:
+            window = self._window
             for rank, host_mb, gpu_mb, utilization in rows:
-                use = self._uses[rank]
-                use.max_host_mb = max(use.max_host_mb, host_mb)
-                use.max_gpu_mb = max(use.max_gpu_mb, gpu_mb)
+                if host_mb >= 0:
+                    window.host_mb[rank] = max(host_mb, window.host_mb.get(rank, 0))
+                if gpu_mb >= 0:
+                    window.gpu_mb[rank] = max(gpu_mb, window.gpu_mb.get(rank, 0))
                 if utilization >= 0:
-                    use.utilization_sum += utilization
-                    use.utilization_count += 1
+                    window.utilization[rank] = window.utilization.get(rank, 0) + utilization
+                    window.count[rank] = window.count.get(rank, 0) + 1
 
-    def take(self, node_of: Callable[[int], int]) -> dict[str, float]:
+    def take(self, nodes: Sequence[int]) -> dict[str, float]:
         """Return metrics since the last call: the highest memory of each rank's card in GB and its mean utilization in
         percent, and the memory of the ranks of each node in GB. Of many ranks or nodes there are only the smallest,
-        median and largest value. A rank that was not measured since then counts with
-        its last measurement, so that the memory of a node can be compared between steps."""
+        median and largest value. A rank that was not measured since then counts with its last measurement, so that the
+        memory of a node can be compared between steps. `nodes` are the nodes of all ranks."""
         with self._lock:
-            uses, self._uses = self._uses, defaultdict(_Use)
-        self._host_mb |= {rank: use.max_host_mb for rank, use in uses.items() if use.max_host_mb >= 0}
-        memory = {rank: use.max_gpu_mb * MB for rank, use in uses.items() if use.max_gpu_mb >= 0}
-        utilization = {
-            rank: use.utilization_sum / use.utilization_count for rank, use in uses.items() if use.utilization_count
-        }
-        nodes = defaultdict[int, float](float)
-        for rank, host_mb in sorted(self._host_mb.items()):
-            nodes[node_of(rank)] += host_mb * MB
+            window, self._window = self._window, _Window()
+        self._host_mb |= window.host_mb
+        utilization = {rank: total / window.count[rank] for rank, total in window.utilization.items()}
+        node_mb = defaultdict[int, int](int)
+        for rank, host_mb in self._host_mb.items():
+            node_mb[nodes[rank]] += host_mb
         return (
-            metrics_of_members("gpu/memory_gb/rank", memory)
+            metrics_of_members("gpu/memory_gb/rank", window.gpu_mb, unit=MB)
             | metrics_of_members("gpu/utilization/rank", utilization)
-            | metrics_of_members("host/memory_gb/node", nodes)
+            | metrics_of_members("host/memory_gb/node", node_mb, unit=MB)
         )
+
+
+class _Window:
+    """What ranks used since the last report. Ranks of which something is not known are missing there."""
+
+    def __init__(self) -> None:
+        self.host_mb: dict[int, int] = {}  # the highest
+        self.gpu_mb: dict[int, int] = {}  # the highest
+        self.utilization: dict[int, int] = {}  # the sum
+        self.count: dict[int, int] = {}  # its terms

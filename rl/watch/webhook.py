@@ -1,7 +1,8 @@
 """Tell a webhook how a run ended: ONEWORLD_WEBHOOK is the address of one that takes JSON, such as Slack's.
 
-The watchdog of rank 0 sends the message, because it knows why a world ends and outlives its rank. It sends one message
-per launch: an attempt that is restarted is not an end. If launch/run_node.sh gives up restarting, it sends the message.
+The watchdog of rank 0 sends the message, because it knows why a world ends and outlives its rank. If its node is lost,
+another node does (deputies.py). There is one message per launch: an attempt that is restarted is not an end. If
+launch/run_node.sh gives up restarting, it sends the message.
 The address often holds a credential. So it is a variable of the environment and no setting, and is not shown anywhere.
 """
 
@@ -24,7 +25,8 @@ Status = Literal["finished", "stopped", "failed"]
 
 @dataclass(frozen=True)
 class Ending:
-    """How a run ended. `reason` is one line, and empty if the run has done all of its steps."""
+    """How a run ended. `reason` is one line, and empty if the run has done all of its steps. `id` is that of the last
+    world. If two nodes that cannot see each other both send a message, it has the same id."""
 
     run: str
     status: Status
@@ -33,6 +35,7 @@ class Ending:
     reason: str = ""
     reward_first: float | None = None  # mean over the first 5 steps; None before the first step
     reward_last: float | None = None  # mean over the last 5 steps
+    id: str = ""
 
     @property
     def text(self) -> str:
@@ -100,7 +103,7 @@ def post(url: str, ending: Ending) -> str:
         return f"{type(error).__name__}: {VARIABLE} must be an http or https address"
 
 
-if __name__ == "__main__":  # launch/run_node.sh gives up: RUN SECONDS REASON
+if __name__ == "__main__":  # launch/run_node.sh gives up: RUN SECONDS REASON ID
     webhook = Webhook()
-    webhook.start(Ending(sys.argv[1], "failed", None, float(sys.argv[2]), sys.argv[3]))
+    webhook.start(Ending(sys.argv[1], "failed", None, float(sys.argv[2]), sys.argv[3], id=sys.argv[4]))
     webhook.join()

@@ -5,10 +5,11 @@ it reports that it has joined the sync. So the leader has all of them when the s
 """
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from rl.watch.heart import HEART
-from rl.watch.ledger import EngineSteps, RankAccount
+from rl.watch.ledger import StepAccount
 from rl.world.messages import Letter, Mailbox, Message
 from rl.world.progress import Progress
 
@@ -20,7 +21,7 @@ class LedgerOfStep(Message):
     version: int
     roles: str
     seconds: dict[str, float]  # by account; see rl/watch/ledger.py
-    engine: dict[str, list[float]]
+    engine: dict[str, list[float]]  # see rl/rollout/meter.py
 
 
 class Accounts:
@@ -28,25 +29,25 @@ class Accounts:
 
     def __init__(self, mail: Mailbox, progress: Progress):
         self._mail, self._progress = mail, progress
-        self.engine_steps = EngineSteps()  # of this rank; only the lead of an engine adds some
-        self._found: dict[int, dict[int, RankAccount]] = {}  # version -> rank -> ledger
+        self.take_engine_costs: Callable[[], dict[str, list[float]]] = dict  # the lead of an engine sets it
+        self._found: dict[int, StepAccount] = {}  # by version
         self._lock = threading.Lock()
         mail.on(LedgerOfStep, self._on_ledger)  # in the I/O thread
 
     def close_window(self, leader: int, version: int) -> None:
         """Send what this rank did since the last call. Called when the sync of `version` begins."""
-        ledger = LedgerOfStep(version, self._progress.roles, HEART.ledger.take(), self.engine_steps.take())
+        ledger = LedgerOfStep(version, self._progress.roles, HEART.ledger.take(), self.take_engine_costs())
         self._mail.send(leader, ledger)
 
-    def take(self, version: int) -> list[RankAccount]:
-        """Return the ledgers of the window that ended when the sync of `version` began, ordered by rank."""
+    def take(self, version: int) -> StepAccount:
+        """Return what all ranks did in the window that ended when the sync of `version` began."""
         with self._lock:
-            taken = self._found.get(version, {})
+            taken = self._found.get(version, StepAccount())
             self._found = {other: found for other, found in self._found.items() if other > version}
-        return [taken[rank] for rank in sorted(taken)]
+        return taken
 
     def _on_ledger(self, letter: Letter[LedgerOfStep]) -> None:
         ledger = letter.message
         with self._lock:
-            window = self._found.setdefault(ledger.version, {})
-            window[letter.source] = RankAccount(letter.source, ledger.roles, ledger.seconds, ledger.engine)
+            window = self._found.setdefault(ledger.version, StepAccount())
+            window.add(letter.source, ledger.roles, ledger.seconds, ledger.engine)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -78,6 +79,11 @@ class World:
     @property
     def step(self) -> int:
         return self.progress.step
+
+    @cached_property
+    def nodes(self) -> Nodes:
+        """The nodes of the world. They are known once `enter` has found all ranks."""
+        return Nodes.from_local_ranks(self.local_ranks)
 
     @property
     def attempt(self) -> int:
@@ -164,7 +170,7 @@ class World:
 
     def take_usage(self) -> dict[str, float]:
         """Return metrics of all ranks and nodes since the last call. Without NVML, there are none of GPUs."""
-        return self.faults.usage.take(Nodes.from_local_ranks(self.local_ranks).node_of)
+        return self.faults.usage.take(self.nodes.numbers)
 
     def close(self) -> None:
         """End normally. Wait until all ranks are done, so that no rank reports the exit of another as a failure."""

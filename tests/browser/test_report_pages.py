@@ -1,31 +1,20 @@
 """Reports in Chromium, on a phone and on a desktop, light and dark: a real run with a restart, and hostile texts."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
-from tests.browser.chromium import needs_chromium, open_page
-from tests.launcher import ROOT, command_of, finish, start, until
+from tests.browser.chromium import needs_chromium
+from tests.browser.report_pages import DRAW_ALL, make_run, open_report, take_picture, write_report
 from tests.report_runs import ATTACK, write_run
 
 pytestmark = [pytest.mark.slow, needs_chromium, pytest.mark.timeout(900)]
 SIZES = {"phone": (375, 800), "desktop": (1280, 900)}
 NUM_STEPS, INTERVAL = 8, 4
-# Open everything, and bring each chart to the screen until all are drawn.
-DRAW_ALL = """async () => {
-  document.querySelectorAll("details").forEach((element) => { element.open = true; });
-  for (const chart of document.querySelectorAll(".chart")) {
-    chart.scrollIntoView();
-    while (!["drawn", "failed"].includes(chart.dataset.state)) await new Promise((done) => setTimeout(done, 20));
-  }
-}"""
 # The data that each chart has drawn, and the number of visible shapes in its picture.
 READ_CHARTS = """() => [...document.querySelectorAll(".chart")].map((chart) => ({
   title: chart.parentElement.querySelector("h3").textContent,
@@ -38,39 +27,27 @@ READ_CHARTS = """() => [...document.querySelectorAll(".chart")].map((chart) => (
 }))"""
 
 
+# What a reader sees of a chart without scrolling: the share of its height that is on the screen.
+READ_SHOWN = """(title) => {
+  const heads = [...document.querySelectorAll("figure h3")];
+  const place = heads.find((head) => head.textContent === title).parentElement.getBoundingClientRect();
+  return Math.max(0, Math.min(place.bottom, window.innerHeight) - Math.max(place.top, 0)) / place.height;
+}"""
+
+
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train on real vLLM, and kill a rank after the first checkpoint. torchrun restarts the world."""
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "run"
-    settings = [f"run.dir={folder.parent}", "run.name=run", f"train.num_steps={NUM_STEPS}", f"eval.interval={INTERVAL}"]
-    settings += [f"checkpoint.save_interval={INTERVAL}", "train.num_prompts_per_step=8"]
-    process = start("--nproc-per-node=2", "--max-restarts=2", "train.py", *settings, restarts=True)
-    metrics = folder / "metrics.jsonl"
-    until(lambda: metrics.exists() and f'"step": {INTERVAL + 1},' in metrics.read_text(), "a step to lose", 400)
-    ranks = [child for child in psutil.Process(process.pid).children() if "train.py" in " ".join(command_of(child))]
-    max(ranks, key=lambda rank: rank.pid).kill()
-    output = finish(process, 400)
-    assert process.returncode == 0, output[-3000:]
-    return folder
-
-
-@pytest.fixture(scope="module")
-def report(run: Path) -> Path:
-    command = [sys.executable, str(ROOT / "tools" / "report.py"), str(run)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    return run / "report.html"
+    make_run(folder, NUM_STEPS, INTERVAL, "train.num_prompts_per_step=8")
+    write_report(str(folder))
+    return folder / "report.html"
 
 
 @contextmanager
 def look(file: Path, size: str, scheme: str, picture: Path | None = None) -> Iterator[tuple[Any, list[dict[str, Any]]]]:
     """Yield the page with all charts drawn, and what they have drawn. Then check errors, requests and the width."""
-    requests: list[str] = []
-    with open_page(*SIZES[size]) as (page, errors):
-        page.emulate_media(color_scheme=scheme)
-        page.on("request", lambda request: requests.append(request.url))
-        page.goto(file.as_uri())
-        page.evaluate(DRAW_ALL)
+    with open_report(file, *SIZES[size], scheme) as (page, errors, requests):
+        page.evaluate(DRAW_ALL, True)
         yield page, page.evaluate(READ_CHARTS)
         scroll_width, width = page.evaluate("[document.documentElement.scrollWidth, window.innerWidth]")
         assert scroll_width <= width == SIZES[size][0], "the page is wider than the screen"
@@ -121,12 +98,24 @@ def test_a_real_run(size: str, scheme: str, report: Path, tmp_path: Path) -> Non
         assert f"{NUM_STEPS} of {NUM_STEPS}" in text and "was killed by signal 9" in text
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_a_reader_sees_at_once_whether_the_run_learns(size: str, report: Path, tmp_path: Path) -> None:
+    with open_report(report, *SIZES[size], "light") as (page, _, _):
+        page.wait_for_function("document.querySelector('.chart').dataset.state === 'drawn'")
+        page.screenshot(path=tmp_path / "first.png")
+        assert page.evaluate(READ_SHOWN, "reward/mean") > 0.7
+        assert size == "phone" or page.evaluate(READ_SHOWN, "eval/avg@1") == 1.0
+
+
+def test_the_picture_of_the_documentation(report: Path, tmp_path: Path) -> None:
+    take_picture(report, tmp_path / "report.png")
+    assert 20_000 < (tmp_path / "report.png").stat().st_size < 200_000
+
+
 def test_several_runs_with_hostile_texts(tmp_path: Path) -> None:
     """Nothing in a response, a name or a setting runs as a script, or is left out of the page."""
     folders = [write_run(tmp_path / name, num_steps=30, slope=slope) for name, slope in (("<b>x", 0.1), ("y", 0.2))]
-    command = [sys.executable, str(ROOT / "tools" / "report.py"), *map(str, folders), "--output", "out.html"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
+    write_report(*map(str, folders), "--output", "out.html", cwd=tmp_path)
     with look(tmp_path / "out.html", "phone", "light") as (page, charts):
         check_charts(charts)
         assert page.evaluate("window.attacked") is None

@@ -4,10 +4,7 @@ lengths in the worst order. What each actor ends up with goes to files.
 `balance_world.py FOLDER`; ranks are forks of this process, so that a start costs no imports.
 """
 
-import multiprocessing
-import os
 import random
-import socket
 import sys
 from pathlib import Path
 
@@ -24,6 +21,7 @@ from rl.rollout.dispatch import NewTasks, Pull, Sampling, Task
 from rl.rollout.service import ScoredGroup
 from rl.world.messages import Mailbox
 from rl.world.world import World, join
+from tests.forked_ranks import run_worlds
 
 NUM_ACTORS, NUM_MINI_BATCHES, NUM_SAMPLES, HIDDEN_SIZE = 3, 2, 2, 8
 NUM_PROMPTS = {1: 40, 2: 31, 3: 3, 4: 0}  # by batch; 1 and 2 are in flight together, 3 has 2 groups in a mini-batch
@@ -84,32 +82,17 @@ def hand_in(mail: Mailbox, leader: int) -> None:
             mail.send(task.owner, group, payload=group_of(task.batch, task.position).to_bytes())
 
 
-def rank_of_world(rank: int, size: int, port: int, folder: Path) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+def rank_of_world(folder: Path) -> None:
     with join() as world:
-        placement = plan({"rollout": 0, "actor": f"1-{NUM_ACTORS}"}, 1, size)
-        world.progress.set_roles(",".join(placement.roles[rank]))
+        placement = plan({"rollout": 0, "actor": f"1-{NUM_ACTORS}"}, 1, world.size)
+        world.progress.set_roles(",".join(placement.roles[world.rank]))
         world.connect(share_gpu=False, timeout_s=30)
-        pg = make_groups(placement, rank, "cpu", timeout_s=30).actor_pg
-        if rank in placement.actors:
+        pg = make_groups(placement, world.rank, "cpu", timeout_s=30).actor_pg
+        if world.rank in placement.actors:
             act(world, placement, pg, folder)
         else:
             hand_in(world.mail, placement.leader)
 
 
-def main() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context, size, folder = multiprocessing.get_context("fork"), 1 + NUM_ACTORS, Path(sys.argv[1])
-    ranks = [context.Process(target=rank_of_world, args=(rank, size, port, folder)) for rank in range(size)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
-    sys.exit(any(process.exitcode for process in ranks))
-
-
 if __name__ == "__main__":
-    main()
+    run_worlds([(1 + NUM_ACTORS, lambda: rank_of_world(Path(sys.argv[1])))])

@@ -9,7 +9,6 @@ import importlib
 import json
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -39,6 +38,7 @@ from rl.sync.plan import transferred_tensors
 from rl.sync.probe import probe_of_run
 from rl.world.service import EndRun
 from rl.world.world import World, join
+from tests.ports import free_port
 
 NUM_PROMPTS = 5
 MAX_WORLD_S = 60.0
@@ -163,9 +163,7 @@ def rank_of_world(job: Job) -> None:
 
 def fork_world(job: Job, killed: int = -1, kill: Callable[[], None] | None = None) -> bool:
     """Whether it came to its end by itself; rank `killed` calls `kill` first. What ranks say goes to LOG.output."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     pids: list[int] = []
     size = len(job.folders)
     for rank in range(size):

@@ -1,4 +1,4 @@
-"""Run by torchrun for tests/distributed/test_optimizers.py: some steps of each optimizer, with given gradients."""
+"""Run for tests/distributed/test_optimizers.py: some steps of each optimizer on 4 ranks, with given gradients."""
 
 import json
 import sys
@@ -15,6 +15,7 @@ from torch.distributed.tensor import distribute_tensor
 
 from rl.config.schema import ActorConfig
 from rl.learner.optimizers import ModelOptimizer, build_optimizer
+from tests.forked_ranks import run_worlds
 
 NUM_STEPS, LR = 3, 0.01
 CPU = torch.device("cpu")
@@ -61,8 +62,7 @@ def meshes() -> dict[str, DeviceMesh]:
     return found
 
 
-def main() -> None:
-    folder, names = Path(sys.argv[1]), json.loads(sys.argv[2])
+def work(folder: Path, names: list[str]) -> None:
     dist.init_process_group("gloo")
     for label, mesh in meshes().items():
         for name in names:
@@ -83,4 +83,4 @@ def main() -> None:
 if __name__ == "__main__":
     # torchao compiles its step, for minutes on a CPU. tests/e2e/test_settings.py lets it.
     torch.compile = lambda function, **options: function
-    main()
+    run_worlds([(4, lambda: work(Path(sys.argv[1]), json.loads(sys.argv[2])))])

@@ -1,9 +1,9 @@
-"""Run by torchrun from test_weight_sync.py and test_weight_sync_lora.py: weight syncs in several placements, with fake
-engines and planted faults.
+"""Run from test_weight_sync.py and test_weight_sync_lora.py: weight syncs in several placements, with fake engines and
+planted faults.
 
-`sync_worker.py FOLDER JOBS`: each job is a placement of all ranks and a model in FOLDER. Every rank writes what it saw
-to FOLDER/JOB.RANK.json. Weights are multiplied by 1.5 between versions, so a stale tensor is a wrong one. A job with
-`lora` has a model with adapters, which are drawn again between versions.
+`sync_worker.py NUM_RANKS FOLDER JOBS`: each job is a placement of all ranks and a model in FOLDER. Every rank writes
+what it saw to FOLDER/JOB.RANK.json. Weights are multiplied by 1.5 between versions, so a stale tensor is a wrong one. A
+job with `lora` has a model with adapters, which are drawn again between versions.
 """
 
 import json
@@ -35,6 +35,7 @@ from rl.sync.transfer import BucketTransfer
 from rl.sync.weights import Receiver, StartSync, SyncError, SyncSettings, WeightSync, share_tensors
 from rl.world.world import World, join
 from tests.adapted_model import draw, fill_adapters, load_adapted, merged
+from tests.forked_ranks import run_worlds
 
 BUCKET_BYTES = 6000  # several tensors in most buckets, and some tensors larger than one
 JOIN_TIMEOUT_S = 2.0
@@ -352,15 +353,14 @@ FAULTS |= {
 }
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
+def work(folder: Path, jobs: list[dict]) -> None:
     with join() as world:
         world.connect(share_gpu=False, timeout_s=60)
-        for number, description in enumerate(json.loads(sys.argv[2])):
+        for number, description in enumerate(jobs):
             job = (AdaptedJob if "lora" in description else Job)(world, folder, description)
             job.run()
             (folder / f"{number}.{world.rank}.json").write_text(json.dumps(job.seen))
 
 
 if __name__ == "__main__":
-    main()
+    run_worlds([(int(sys.argv[1]), lambda: work(Path(sys.argv[2]), json.loads(sys.argv[3])))])

@@ -1,22 +1,19 @@
 """Actors even out what they were dealt: real processes, mail and process groups, and the real Rollouts."""
 
-import sys
-
 import pytest
 
 from rl.data.batch import Batch
 from rl.data.packing import estimate_costs, mini_batch_of
 from tests.distributed.balance_world import HIDDEN_SIZE, NUM_ACTORS, NUM_MINI_BATCHES, NUM_PROMPTS, group_of
-from tests.launcher import activated_environment, finish, spawn
+from tests.launcher import run_program
 
 
 @pytest.fixture(scope="module")
 def held(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Batch]]:
     """By batch, what each actor trains on."""
     folder = tmp_path_factory.mktemp("evening")
-    process = spawn([sys.executable, "tests/distributed/balance_world.py", str(folder)], activated_environment())
-    output = finish(process, timeout_s=60)
-    assert process.returncode == 0, output[-6000:]
+    code, output = run_program("tests/distributed/balance_world.py", str(folder), timeout_s=100)
+    assert code == 0, output[-6000:]
     return {
         batch: [
             Batch.from_bytes((folder / f"batch_{batch}.rank_{1 + actor}.safetensors").read_bytes())

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from tests.distributed.optimizer_worker import LR, NUM_STEPS, Model, fill, seeded
-from tests.launcher import finish, start
+from tests.launcher import run_program
 
 WORLDS = ("1", "3", "4", "2x2")  # numbers of shards, and replicas x shards
 HAS_TORCHAO = importlib.util.find_spec("torchao") is not None
@@ -22,9 +22,9 @@ pytestmark = pytest.mark.timeout(200)
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, Tensor]]:
     folder = tmp_path_factory.mktemp("optimizers")
-    process = start("--nproc-per-node=4", "tests/distributed/optimizer_worker.py", str(folder), json.dumps(NAMES))
-    output = finish(process, 150)
-    assert process.returncode == 0, output
+    words = ["tests/distributed/optimizer_worker.py", str(folder), json.dumps(NAMES)]
+    code, output = run_program(*words, timeout_s=150)
+    assert code == 0, output
     return {(name, world): load_file(folder / f"{name}.{world}.safetensors") for name in NAMES for world in WORLDS}
 
 

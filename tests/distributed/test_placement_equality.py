@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.e2e.test_phases import Command, run_all
 from tests.launcher import Result, train
-from tests.rounds_runs import learnt
+from tests.rounds_runs import REAL, learnt
 
 NUM_STEPS = 3
 # 10 prompts for 4 ranks, 2 optimizer steps per batch, and small micro-batches: nothing divides evenly.
@@ -33,8 +34,18 @@ SLOW = ("rollout 2, actor 2", "tensor parallel 2, 2 replicas", "hybrid, inferenc
 
 
 @pytest.fixture(scope="module")
-def collocated(tmp_path_factory: pytest.TempPathFactory) -> Result:
-    return train(tmp_path_factory.mktemp("runs") / "collocated", 4, *SETTINGS)
+def quick(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
+    """The collocated run, and those in the placements that are not slow, forked from one process that imports vLLM."""
+    places = {"collocated": ()} | {name: place for name, place in PLACEMENTS.items() if name not in SLOW}
+    folder = tmp_path_factory.mktemp("runs")
+    commands = [Command(folder / f"run_{n}", 4, [*SETTINGS, *place]) for n, place in enumerate(places.values())]
+    outputs = run_all(commands, REAL)
+    return {name: Result(output, each.folder) for name, each, output in zip(places, commands, outputs, strict=True)}
+
+
+@pytest.fixture(scope="module")
+def collocated(quick: dict[str, Result]) -> Result:
+    return quick["collocated"]
 
 
 def assert_engines_match_learner(result: Result) -> None:
@@ -48,7 +59,7 @@ def assert_engines_match_learner(result: Result) -> None:
         assert batch.versions[~mask].unique().tolist() == [-1]
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(330)  # waits for the fixture's runs
 def test_collocated_engines_match_the_learner(collocated: Result) -> None:
     assert_engines_match_learner(collocated)
     assert "engine vllm" in collocated.output
@@ -59,8 +70,8 @@ def test_collocated_engines_match_the_learner(collocated: Result) -> None:
     "name",
     [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in PLACEMENTS],
 )
-def test_placement_equality(name: str, collocated: Result, tmp_path: Path) -> None:
-    assert_same_run(train(tmp_path / "run", 4, *SETTINGS, *PLACEMENTS[name]), collocated)
+def test_placement_equality(name: str, quick: dict[str, Result], tmp_path: Path) -> None:
+    assert_same_run(quick.get(name) or train(tmp_path / "run", 4, *SETTINGS, *PLACEMENTS[name]), quick["collocated"])
 
 
 def assert_same_run(other: Result, collocated: Result) -> None:

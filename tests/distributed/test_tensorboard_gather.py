@@ -18,6 +18,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from tests.launcher import ROOT
+from tests.ports import free_port
 from tests.sshd import SshServer, ssh_server
 from tests.terminal import CTRL_C, leave, tool
 
@@ -142,11 +143,6 @@ def test_a_node_cannot_write_elsewhere(run: Run) -> None:
 
 
 RUN_NAME = "x/."  # the folder of the run, and the folder in it that has the events
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def served_rewards(port: int) -> list[float]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from tests.launcher import finish, start
+from tests.launcher import run_program
 
 NUM_RANKS = 6
 SHAPE = {
@@ -78,9 +78,9 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict]]:
     for name, model in (("llama", llama), ("qwen3", qwen3)):
         model.bfloat16().float().save_pretrained(folder / name)  # exact in both dtypes
     jobs = json.dumps(list(JOBS.values()))
-    process = start(f"--nproc-per-node={NUM_RANKS}", "tests/distributed/sync_worker.py", str(folder), jobs)
-    output = finish(process, timeout_s=200)
-    assert process.returncode == 0, output[-6000:]
+    words = ["tests/distributed/sync_worker.py", str(NUM_RANKS), str(folder), jobs]
+    code, output = run_program(*words, timeout_s=200)
+    assert code == 0, output[-6000:]
     return {
         name: [json.loads((folder / f"{number}.{rank}.json").read_text()) for rank in range(NUM_RANKS)]
         for number, name in enumerate(JOBS)

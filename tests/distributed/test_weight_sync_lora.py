@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 from tests.adapted_model import save_exact
 from tests.distributed.test_weight_sync import SHAPE
-from tests.launcher import finish, start
+from tests.launcher import run_program
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 NUM_RANKS = 6
@@ -88,9 +88,9 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     save_exact(LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True)), folder / "llama")
     save_exact(Qwen3ForCausalLM(Qwen3Config(**SHAPE, tie_word_embeddings=False)), folder / "qwen3")
     jobs = json.dumps(list(JOBS.values()))
-    process = start(f"--nproc-per-node={NUM_RANKS}", "tests/distributed/sync_worker.py", str(folder), jobs)
-    output = finish(process, timeout_s=500)
-    assert process.returncode == 0, output[-6000:]
+    words = ["tests/distributed/sync_worker.py", str(NUM_RANKS), str(folder), jobs]
+    code, output = run_program(*words, timeout_s=500)
+    assert code == 0, output[-6000:]
     return {
         name: [json.loads((folder / f"{number}.{rank}.json").read_text()) for rank in range(NUM_RANKS)]
         for number, name in enumerate(JOBS)

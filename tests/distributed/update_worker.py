@@ -1,4 +1,8 @@
-"""Run by torchrun for tests/update.py: for each job one update of the policy or the critic on a mesh of all ranks."""
+"""Run for tests/update.py: for each job one update of the policy or the critic on a mesh of all ranks of its world.
+
+`update_worker.py FOLDER`; FOLDER/jobs.json has the jobs of each world by its number of ranks. All worlds run at the
+same time, because a small one leaves cores idle. Ranks are forks of this process, so that a start costs no imports.
+"""
 
 import dataclasses
 import functools
@@ -29,10 +33,7 @@ from rl.model.load import Compute, load_model
 from rl.model.lora import Adapters, BaseModel, has_adapters
 from rl.model.shards import LocalSlice, local_slices, named_parameters
 from rl.report.metrics import Measures
-
-if not torch.cuda.is_available():
-    # Without Inductor, which needs a C++ compiler. The test is about how layers are traced, cut and called.
-    torch.compile = functools.partial(torch.compile, backend="aot_eager")
+from tests.forked_ranks import run_worlds
 
 
 def update(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
@@ -319,16 +320,25 @@ def offload_and_reload(trainer: ShardedTrainer) -> None:
         trainer.reload()
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
-    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+def work(folder: Path, jobs: list[dict]) -> None:
+    if not torch.cuda.is_available():
+        # Without Inductor, which needs a C++ compiler. The test is about how layers are traced, cut and called.
+        torch.compile = functools.partial(torch.compile, backend="aot_eager")
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend)
     pg = dist.group.WORLD
     assert pg is not None
-    for job in json.loads(sys.argv[2]):
+    for job in jobs:
         torch._dynamo.reset()  # a run has only its own graphs, and torch limits their number for each function
         update_critic(pg, folder, job) if "critic" in job else update(pg, folder, job)
     dist.barrier(group=pg)
     dist.destroy_process_group(pg)
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    jobs = json.loads((folder / "jobs.json").read_text())
+    run_worlds([(int(size), functools.partial(work, folder, own)) for size, own in jobs.items()])
 
 
 if __name__ == "__main__":

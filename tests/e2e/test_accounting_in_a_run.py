@@ -107,3 +107,18 @@ def test_partly_shared_ranks_with_slow_rewards(tmp_path: Path) -> None:
     # Each engine has half of the 16 responses, and one process that takes 0.1 s for each.
     assert found.least(1, "wait/reward") >= 0.5 and found.least(0, "wait/reward") >= 0.5
     assert set(found.rows[-1]["roles"]) == {"rollout", "rollout_actor"}
+
+
+def test_an_engine_of_two_ranks_with_slow_rewards(tmp_path: Path) -> None:
+    """Ranks 0 and 1 are one engine. The second counts its waiting as the first does."""
+    (tmp_path / "slow.py").write_text(SLOW_REWARD)
+    rewards = [f"reward.function={tmp_path / 'slow.py'}:slow", "reward.num_workers=1"]
+    placement = ["placement.rollout=0-1", "placement.actor=2", "rollout.tensor_parallel_size=2"]
+    found = run(tmp_path, 3, {"engine": 0.05, "update": 1.0}, *placement, *rewards)
+    # One process takes 0.1 s for each of the 16 responses, which end at the same time.
+    for rank in (0, 1):
+        assert found.least(rank, "busy/rollout") >= 0.9 * NUM_DECODE_STEPS * 0.05
+        assert found.least(rank, "wait/reward") >= 1.4 and found.least(rank, "wait/actor") >= 0.9
+    for lead, follower in zip(found.seconds(0), found.seconds(1), strict=True):
+        for account in ("wait/reward", "wait/actor"):
+            assert follower[account] == pytest.approx(lead[account], abs=0.2)

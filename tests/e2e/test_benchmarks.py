@@ -66,8 +66,9 @@ SMOKE = {  # by program; what follows a comma names another run of it
         "parameters tokens longest seconds speedup speedup_each rounds",
     ),
     "plan": Smoke("--rounds 1", "wall_s cpu_s rounds"),
+    "report": Smoke("--steps 50 200 --metrics 30 --runs 2", "wall_s cpu_s peak_mb page_mb rows_mb metrics runs"),
     "reporting": Smoke(
-        "--ranks 2 100 --steps 5 --responses 8", "wall_ms loop_cpu_ms cpu_ms share metrics steps", "megabytes"
+        "--ranks 2 100 --steps 5 --responses 8", "wall_ms loop_cpu_ms cpu_ms io_cpu_ms share metrics steps", "megabytes"
     ),
     "rewards": Smoke(
         "--calls 100 --timeout 0.5 --attacks 5",

@@ -9,7 +9,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import time
 from pathlib import Path
@@ -19,11 +18,12 @@ import psutil
 import pytest
 
 from launch.environment import ROOT, TORCHRUN, activated_environment
-from tests.launcher import finish, start, status_line, train
+from tests.launcher import finish, start, status_line, torchrun_train
+from tests.ports import free_port
 from tests.terminal import CTRL_C, terminal
 from tools.install import PATH_FILE
 
-pytestmark = [pytest.mark.alone, pytest.mark.timeout(150)]
+pytestmark = pytest.mark.timeout(150)
 SETTINGS = ["rollout.engine=fake", "train.num_steps=3", "train.num_prompts_per_step=6", "eval.num_prompts=6"]
 COLLOCATED = ["placement.actor,rollout=all"]
 DISAGGREGATED = ["placement.rollout=0", "placement.inference=1", "placement.actor=2", "algo.old_logprobs=always"]
@@ -59,13 +59,14 @@ def wait_for_step(folder: Path, process: subprocess.Popen, step: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "placement"), [(1, COLLOCATED), (3, DISAGGREGATED[:-1])])
 def test_clean_end(num_ranks: int, placement: list[str], tmp_path: Path) -> None:
-    result = train(tmp_path / "run", num_ranks, *SETTINGS, *placement)
+    result = torchrun_train(tmp_path / "run", num_ranks, *SETTINGS, *placement)
     assert [row["step"] for row in result.metrics] == [1, 2, 3]
     assert "in 3 steps" in result.output
     assert result.output.count("oneworld: the inference ranks have nothing to compute") == (num_ranks == 3)
     assert result.output.rstrip().endswith("engine fake")
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("what", "rank", "placement", "place"),
     [
@@ -103,6 +104,7 @@ def test_failed_load_ends_the_sync_on_every_rank(tmp_path: Path) -> None:
     assert output.count("oneworld: rank ") == 1, output
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_failed_exchange_ends_every_rank_at_once(tmp_path: Path) -> None:
     """A rank that fails inside the transfer is out of step with the group: no collective may follow there."""
@@ -113,6 +115,7 @@ def test_failed_exchange_ends_every_rank_at_once(tmp_path: Path) -> None:
     assert "stage sync, step 0: ZeroDivisionError: planted" in output, output  # the second bucket of version 1
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_killed_rank_is_named(rank: int, tmp_path: Path) -> None:
     process = launch(tmp_path, 3, "killed", rank, *COLLOCATED)
@@ -133,6 +136,7 @@ def test_a_killed_rank_leaves_no_shared_memory(tmp_path: Path) -> None:
     assert not Path(f"/dev/shm/test-{process.pid}").exists()
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("what", "restarts"),
     [
@@ -162,6 +166,7 @@ def test_ctrl_c(what: str, restarts: bool, tmp_path: Path) -> None:
     assert status_line(tmp_path / "run").startswith("ended by Ctrl-C at step ")
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_a_sigterm_does_not_wait_for_what_cannot_be_saved(tmp_path: Path) -> None:
     """The limit of 25 s is 1 s here; torchrun itself would kill its ranks only after 30 s."""
@@ -178,6 +183,7 @@ def test_a_sigterm_does_not_wait_for_what_cannot_be_saved(tmp_path: Path) -> Non
     assert not (tmp_path / "run" / "FATAL").exists()
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_interrupt_of_one_rank_stops_all_with_restarts_on(tmp_path: Path) -> None:
     """As when Ctrl-C is typed on one node of several: the others must not wait for it to come back."""
@@ -212,7 +218,7 @@ def test_repeated_exception_is_fatal_with_restarts_on(what: str, error: str, tmp
 @pytest.mark.slow
 def test_an_exception_that_does_not_come_back_is_survived(tmp_path: Path) -> None:
     """The checkpoint is that of step 1, and step 3 fails once."""
-    train(tmp_path / "run", 2, *SETTINGS, "train.num_steps=1")
+    torchrun_train(tmp_path / "run", 2, *SETTINGS, "train.num_steps=1")
     process = launch(tmp_path, 2, "update, once", 1, restarts=True)
     output = finish(process, 100)
     assert process.returncode == 0, output
@@ -226,6 +232,7 @@ def test_an_exception_that_does_not_come_back_is_survived(tmp_path: Path) -> Non
     assert "in 3 steps" in logs[1].read_text()
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_a_crash_loop_slows_down_and_ends(tmp_path: Path) -> None:
     """A lost rank is no repeated error, but attempts in which no step is done are limited."""
@@ -343,8 +350,7 @@ class Terminals:
         environment = activated_environment(PYTHONPATH=f"{site}:{ROOT}" if is_quiet else str(ROOT), **variables)
         environment |= {"ONEWORLD_QUIET_TORCHRUN": "1" if is_quiet else "0", "TMPDIR": str(folder)}
         environment |= {} if restarts else {"PET_MAX_RESTARTS": "0"}
-        with socket.create_server(("", 0)) as server:
-            self._port = server.getsockname()[1]
+        self._port = free_port()
         nodes = ["--nnodes=2", f"--rdzv-endpoint=localhost:{self._port}"] if num_nodes > 1 else []
         words = [*TORCHRUN, *nodes, f"--nproc-per-node={2 // num_nodes}", "tests/e2e/broken_train.py", what, "1"]
         words += [f"run.dir={folder}", "run.name=run", *SETTINGS, "eval.interval=0", *overrides]
@@ -408,6 +414,7 @@ def assert_ends_with(pattern: str, consoles: list[str], is_quiet: bool) -> None:
         assert ("torch.distributed.elastic" in console) == (not is_quiet), console
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.parametrize("is_quiet", [True, False])
 @pytest.mark.parametrize("num_nodes", [1, 2])
@@ -444,6 +451,7 @@ class TestTheLastLine:
         assert_ends_with(rf"rank 1 \(.*, stage update, step 2: {KILLED}", terminals.finish(), is_quiet)
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_a_node_that_never_returns_is_the_last_word(tmp_path: Path) -> None:
     """torchrun restarts the ranks that are left, waits for the killed node, and gives up with an error of its own."""
@@ -461,6 +469,7 @@ def test_a_node_that_never_returns_is_the_last_word(tmp_path: Path) -> None:
     assert "Traceback" not in left, left
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["interrupted", "stopped by SIGTERM"])
 def test_a_signal_before_the_ranks_have_met(way: str, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from rl.report.events import read_events
 from tests.e2e.test_proven_weights import make_qwen3
 from tests.launcher import Result, finish, start, train
 
@@ -59,6 +60,11 @@ def test_an_engine_is_rebuilt(num_ranks: int, rank: int, overrides: list[str], t
     code, result = broken(tmp_path / "broken", num_ranks, "engine, once", rank, *overrides)
     assert code == 0, result.output
     assert result.output.count(PROMISE) == 1, result.output
+    (event,) = (event for event in read_events(result.folder) if event.kind == "warning")
+    lead, name = max(rank, 0), "fake" if FAKE in overrides else r"vllm [\d.]+"
+    text = rf"engine {lead} \({name}\) of rank {lead} failed: \w*Error: .*planted.*\. It was rebuilt in \d+ s, and its "
+    assert re.fullmatch(text + r"unfinished groups \(\d\) are sampled again", event.text), event
+    assert event.step in (1, 2)
     assert_same(result, train(tmp_path / "whole", num_ranks, *SETTINGS, *overrides))
 
 

@@ -291,10 +291,7 @@ def test_placement_equality_on_vllm(door: str, model: Path, tmp_path: Path) -> N
     whole = conversations_of(first)
     assert max(max(map(max, each.turns)) for each in whole.values()) >= 2
     for other in others:
-        found = conversations_of(other)
-        assert found.keys() == whole.keys()
-        for key, conversation in found.items():
-            assert conversation._replace(logprobs=()) == whole[key]._replace(logprobs=())
+        assert without_logprobs(conversations_of(other)) == without_logprobs(whole)
         for row, wanted in zip(other.metrics, first.metrics, strict=True):
             for metric in ("reward/mean", "loss/policy", "optim/grad_norm", "environment/turns"):
                 assert row[metric] == pytest.approx(wanted[metric], rel=1e-4, abs=1e-5), metric
@@ -303,6 +300,11 @@ def test_placement_equality_on_vllm(door: str, model: Path, tmp_path: Path) -> N
         for step, row in enumerate(result.metrics, start=1):
             assert row["rollout/prefix_hit_rate"] >= least_hit_rate(conversations_of(result, [step])) - 1e-6
     assert least_hit_rate(whole) > (0.2 if door == "class" else 0.0)
+
+
+def without_logprobs(conversations: Mapping[Key, Conversation]) -> dict[Key, Conversation]:
+    """Leave out vLLM's logprobs: their last bits depend on which other requests a decode step has."""
+    return {key: conversation._replace(logprobs=()) for key, conversation in conversations.items()}
 
 
 def least_hit_rate(conversations: Mapping[Key, Conversation]) -> float:
@@ -339,6 +341,6 @@ def test_a_rank_killed_in_conversations_on_vllm_costs_time_only(model: Path, tmp
     output = finish(process, 400)
     assert process.returncode == 0, output[-4000:]
     assert re.search("stage rollout, step [23]: its process was killed by signal 9", output), output[-4000:]
-    assert conversations_of(result) == conversations_of(calm)
+    assert without_logprobs(conversations_of(result)) == without_logprobs(conversations_of(calm))
     for row, wanted in zip(result.metrics, calm.metrics, strict=True):
         assert learnt(row) == pytest.approx(learnt(wanted), rel=1e-4, abs=1e-5)

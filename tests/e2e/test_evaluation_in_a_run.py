@@ -20,6 +20,7 @@ from rl.checkpoint.manifest import COMMITTED
 from rl.evaluation.estimates import majority, pass_at
 from rl.report.layout import tag_of
 from tests.e2e.reward_functions import drawn, first_letter
+from tests.e2e.test_phases import Command, run_all
 from tests.launcher import Result, finish, start, train
 
 pytestmark = pytest.mark.timeout(300)
@@ -53,6 +54,10 @@ def must_succeed(process: subprocess.Popen[str], folder: Path) -> Result:
     return Result(output, folder)
 
 
+def results_of(*commands: Command) -> list[Result]:
+    return [Result(output, command.folder) for command, output in zip(commands, run_all(commands), strict=True)]
+
+
 def files_of(folder: Path) -> dict[str, bytes]:
     files = [folder / "metrics.jsonl", *(path for path in (folder / "checkpoints").rglob("*") if path.is_file())]
     return {str(file.relative_to(folder)): file.read_bytes() for file in files}
@@ -82,14 +87,16 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def runs(tmp_path_factory: pytest.TempPathFactory, settings: list[str]) -> Runs:
     folder = tmp_path_factory.mktemp("runs")
     one, two, model = folder / "collocated", folder / "apart", folder / "model"
-    collocated = train(one, 2, *settings, "train.num_steps=3")
-    before = files_of(one)
-    broken = ["tests/e2e/broken_train.py", "engine, once", "0", f"run.dir={folder}", "run.name=apart"]
-    broken += [*settings, "placement.rollout=0", "placement.actor=1", "train.num_steps=3"]
-    apart = must_succeed(start("--nproc-per-node=2", *broken), two)
+    steps = [*settings, "train.num_steps=3"]
+    places = ["placement.rollout=0", "placement.actor=1"]
+    collocated, apart = results_of(Command(one, 2, steps), Command(two, 2, [*steps, *places], broken="engine, once"))
     assert "the engine of rank 0 failed at step " in apart.output
-    alone = must_succeed(evaluate(one, 1, *settings, "train.num_steps=3", "data.train=configs/tiny/eval.jsonl"), one)
-    return Runs(collocated, apart, before, alone, must_succeed(evaluate(model, 1, *settings), model))
+    before = files_of(one)
+    alone, model_alone = results_of(
+        Command(one, 1, ["--eval-only", *steps, "data.train=configs/tiny/eval.jsonl"]),
+        Command(model, 1, ["--eval-only", *settings]),
+    )
+    return Runs(collocated, apart, before, alone, model_alone)
 
 
 def test_sets_are_evaluated_before_training_at_the_interval_and_at_the_end(runs: Runs) -> None:

@@ -9,6 +9,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from rl.report.events import Event, read_events
 from rl.report.layout import tag_of
+from tests.e2e.test_phases import ROLLOUT, UPDATE, Command, run_all
 from tests.launcher import finish, start, status_line, steps_on, train
 
 pytestmark = pytest.mark.timeout(200)
@@ -54,7 +55,9 @@ def test_a_planted_fault_is_said_once(name: str, tmp_path: Path) -> None:
     scalars = EventAccumulator(str(result.folder))
     scalars.Reload()
     assert [event.step for event in scalars.Scalars(tag_of(f"health/{rule}"))] == list(range(warning.step, 9))
-    assert re.search(rf"oneworld: health rules that have fired: .*{rule} in {9 - warning.step} step", result.output)
+    health, summary = result.output.rstrip().splitlines()[-2:]
+    assert re.fullmatch(rf"oneworld: health rules that have fired: .*{rule} in {9 - warning.step} step.*", health)
+    assert summary.startswith("run: reward ")
 
 
 def test_skipped_steps_end_the_run_with_its_last_good_weights_and_a_resumed_run_goes_on(tmp_path: Path) -> None:
@@ -89,6 +92,50 @@ def test_skipped_steps_end_the_run_with_its_last_good_weights_and_a_resumed_run_
     assert steps_on(folder)[-1] == 6 and not (folder / "FATAL").exists()
 
 
+PHASES = [
+    *("rollout.engine=fake", "train.num_prompts_per_step=4", "rollout.num_samples_per_prompt=2", "eval.interval=0"),
+    *("train.num_steps=4", f"{REWARDS}:varied", "debug.mean_response_tokens=6"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(330)  # six starts
+@pytest.mark.parametrize(
+    ("rule", "num_steps", "num_sampled"),
+    [("mismatch", 2, 0), ("truncation", 1, 4)],
+)
+def test_a_rule_ends_an_update_of_recorded_groups_and_the_next_commands_say_so(
+    rule: str, num_steps: int, num_sampled: int, tmp_path: Path
+) -> None:
+    """The rule mismatch doubts the weights of step 2, so step 2 is trained again. The rule truncation ends step 1, and
+    saves it. Rules see the steps of earlier commands."""
+    folder = tmp_path / "run"
+    settings = [*PHASES, f"health.num_steps={num_steps}", f"health.actions={{{rule}: stop}}"]
+    run_all([Command(folder, 2, [*phase, *settings]) for phase in [ROLLOUT, UPDATE, ROLLOUT][: 2 * num_steps - 1]])
+    run = ["--nproc-per-node=2", "train.py", *UPDATE, f"run.dir={tmp_path}", "run.name=run", *settings]
+    process = start(*run, restarts=True)
+    output = finish(process, 100)
+    assert process.returncode == 1, output[-3000:]
+    *_, before_last, final = output.rstrip().splitlines()
+    assert before_last == "oneworld: fatal, will not be restarted"
+    assert final.startswith(f"oneworld: health.{rule}: ") and "(since step 1). What to try: " in final
+    end = "This rule ends the run (health.actions). The newest checkpoint: step 1 is saved (run.name=run)"
+    assert final.endswith(end), final
+    assert (folder / "FATAL").read_text().rstrip() == final
+    assert steps_on(folder) == [1]
+    assert status_line(folder).startswith(f"ended at step {num_steps}") and f"health.{rule}" in status_line(folder)
+    assert [event.kind for event in read_events(folder)][-1] == "fault"
+
+    others = [*settings[:-1], "health.actions={}"]
+    sampled, trained = run_all([Command(folder, 2, [*phase, *others]) for phase in (ROLLOUT, UPDATE)])
+    for later in (sampled, trained):
+        said = f"oneworld: a health rule ended this run at step {num_steps}. health.{rule}: "
+        assert later.count(said) == 1, later
+        assert " The run continues after step 1, and the rules look at its new steps only: " in later
+    assert f"the phase rollout of step 2 is done: {num_sampled} groups sampled" in sampled, sampled
+    assert steps_on(folder)[-1] == 2 and not (folder / "FATAL").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("placement", [["placement.actor,rollout=all"], [*DISAGGREGATED, "rollout.ahead=1"]])
 def test_a_rule_that_doubts_the_weights_saves_nothing_new(placement: list[str], tmp_path: Path) -> None:
@@ -101,3 +148,17 @@ def test_a_rule_that_doubts_the_weights_saves_nothing_new(placement: list[str], 
     assert process.returncode == 1, output[-3000:]
     assert "oneworld: health.entropy: the policy has collapsed" in output.rstrip().splitlines()[-1]
     assert steps_on(tmp_path / "run") == [4]  # the rule fires at step 6
+
+
+@pytest.mark.slow
+def test_a_step_that_a_rule_doubts_is_not_saved_though_it_is_due_or_the_last(tmp_path: Path) -> None:
+    """Every step is due. The run has 4 steps, and the rule fires at the last one."""
+    settings = ["train.num_steps=4", f"{REWARDS}:varied", "checkpoint.save_interval=1", "health.num_steps=4"]
+    run = [f"run.dir={tmp_path}", "run.name=run", *SMALL[:-2], *settings, "health.actions={mismatch: stop}"]
+    process = start("--nproc-per-node=2", "train.py", *run, restarts=True)
+    output = finish(process, 150)
+    assert process.returncode == 1, output[-3000:]
+    last = output.rstrip().splitlines()[-1]
+    assert last.startswith("oneworld: health.mismatch: "), last
+    assert last.endswith("The newest checkpoint: step 3 is saved (run.name=run)"), last
+    assert steps_on(tmp_path / "run")[-1] == 3

@@ -2,7 +2,6 @@
 
 import json
 import signal
-import socket
 import subprocess
 import time
 from pathlib import Path
@@ -11,6 +10,7 @@ import psutil
 import pytest
 
 from tests.launcher import ROOT, activated_environment, command_of, finish, members, spawn
+from tests.ports import free_port
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(150)]
 NUM_STEPS = 8
@@ -61,8 +61,7 @@ def test_ranks_that_refuse_their_settings_are_not_restarted(tmp_path: Path) -> N
 
 def start_two_nodes(folder: Path, *settings: str) -> tuple[subprocess.Popen[str], subprocess.Popen[str]]:
     """Start a head and a worker on this machine that meet through a shared directory. The worker starts first."""
-    with socket.create_server(("", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
     environment = activated_environment(ONEWORLD_BACK_OFF_S="1", ONEWORLD_PREFLIGHT="0")
     local, place = ["bash", str(ROOT / "launch" / "local.sh")], ["--shared", str(folder / "shared"), "--nproc", "1"]
     arguments = [*SETTINGS, *SAVING, f"run.dir={folder}", *settings]

@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +16,11 @@ from typing import Any
 import pytest
 import torch
 
-from launch.environment import activated_environment
 from rl.data.group_file import groups_from_bytes
 from rl.data.trajectories import read_trajectory
 from rl.data.trajectory_files import GroupKey, list_files, trajectory_folder
 from tests.cluster import cluster, end
-from tests.launcher import Result, finish, spawn, start, steps_on, until
+from tests.launcher import Result, finish, run_forked_runs, start, steps_on, until
 from tests.rounds_runs import FAKE, FUNCTIONS, REAL, learnt
 
 pytestmark = pytest.mark.timeout(330)  # the first test waits for the fixture's runs
@@ -59,9 +57,9 @@ def run_all(commands: Sequence[Command], engine: str = FAKE, timeout_s: float = 
         }
         for each in commands
     ]
-    process = spawn([sys.executable, "tests/forked_runs.py", json.dumps(described)], activated_environment())
-    output = finish(process, timeout_s)
-    assert process.returncode == 0, output[-6000:]
+    output = run_forked_runs(described, timeout_s)
+    if len(commands) == 1:
+        return [output]
     parts, rest = [], output
     for _ in commands:
         part, _, rest = rest.partition("\nthis took ")

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from rl.checkpoint.manifest import MANIFEST
 from tests.launcher import Result, finish, start, status_line, steps_on, train
 
-pytestmark = [pytest.mark.alone, pytest.mark.timeout(200)]
+pytestmark = pytest.mark.timeout(200)
 SETTINGS = ["rollout.engine=fake", "train.num_prompts_per_step=6", "eval.interval=0", "checkpoint.save_interval=1"]
 REAL = ["train.num_prompts_per_step=8", "eval.interval=0", "checkpoint.save_interval=2", "debug.save_rollouts=true"]
 COMPARED = ["reward/mean", "loss/policy", "optim/grad_norm", "optim/lr", "rollout/tokens"]
@@ -32,10 +32,7 @@ def launch(folder: Path, num_ranks: int, what: str, *overrides: str, restarts: b
 
 def run(folder: Path, num_ranks: int, *overrides: str) -> Result:
     """A run with rewards that differ, so that something is learnt."""
-    process = launch(folder, num_ranks, "varied rewards", *overrides)
-    output = finish(process, 120)
-    assert process.returncode == 0, output[-5000:]
-    return Result(output, folder)
+    return train(folder, num_ranks, *SETTINGS, *overrides, broken="varied rewards")
 
 
 def fail(folder: Path, *overrides: str) -> str:
@@ -116,6 +113,7 @@ def test_a_crash_is_restarted_from_the_last_step(tmp_path: Path) -> None:
     assert status_line(folder) == "done after 4 of 4 steps"
 
 
+@pytest.mark.alone
 def test_sigusr1_saves_now_and_training_goes_on(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     process = launch(folder, 2, "slow engines", "train.num_steps=12", "checkpoint.save_interval=0")
@@ -130,6 +128,7 @@ def test_sigusr1_saves_now_and_training_goes_on(tmp_path: Path) -> None:
     assert saved[1] == 12
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_orders_reach_both_ranks_of_a_tensor_parallel_engine_between_its_calls(tmp_path: Path) -> None:
@@ -149,6 +148,7 @@ def test_orders_reach_both_ranks_of_a_tensor_parallel_engine_between_its_calls(t
     assert len(steps_on(folder)) >= 4
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("target", ["launcher", pytest.param("rank", marks=pytest.mark.slow)])
 def test_sigterm_saves_and_stops(target: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
@@ -207,6 +207,7 @@ def test_a_read_only_disk_ends_the_run_and_keeps_what_is_there(small_disk: Path)
     assert steps_on(small_disk) == [1]
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_a_vanished_folder_ends_the_run(tmp_path: Path) -> None:
     folder = tmp_path / "run"

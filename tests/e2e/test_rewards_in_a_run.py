@@ -12,7 +12,7 @@ from rl.config.schema import ROOT
 from tests.e2e.reward_functions import misspelt, sometimes_failing, sometimes_hanging
 from tests.launcher import Result, finish, start, train
 
-pytestmark = [pytest.mark.alone, pytest.mark.timeout(200)]
+pytestmark = pytest.mark.timeout(200)
 FILE, DATA = "tests/e2e/reward_functions.py", "configs/tiny/train.jsonl"
 SETTINGS = [
     *("rollout.engine=fake", "train.num_steps=2", "train.num_prompts_per_step=7", "eval.interval=0"),
@@ -51,6 +51,7 @@ def assert_counted(result: Result) -> None:
     assert f"the reward functions failed for {num_failed:.0f} of 112 samples: " in result.output
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_hanging_calls_cost_their_own_samples(tmp_path: Path) -> None:
     """The same whoever scores: two engines, or one of two ranks."""
@@ -74,7 +75,8 @@ def line_of(function: Callable, text: str) -> int:
 
 def test_each_kind_of_failure_is_shown_once(tmp_path: Path) -> None:
     """Two engines score. The console shows one message per exception type and line, and counts the others."""
-    result = train(tmp_path / "run", 2, *SETTINGS, f"reward.function={FILE}:sometimes_failing")
+    settings = [*SETTINGS, "reward.timeout_s=20", f"reward.function={FILE}:sometimes_failing"]
+    result = train(tmp_path / "run", 2, *settings)
     kinds = {
         f"{line_of(sometimes_failing, 'planted for')}: ValueError: planted for ",
         f"{line_of(sometimes_failing, 'planted elsewhere')}: ValueError: planted elsewhere for ",
@@ -118,10 +120,12 @@ def assert_ended_at_once(process: subprocess.Popen[str], folder: Path, batch: st
 )
 def test_a_function_that_always_fails_ends_the_run(batch: str, settings: list[str], tmp_path: Path) -> None:
     run = [f"run.dir={tmp_path}", "run.name=run", *SETTINGS, f"reward.function={FILE}:misspelt", *settings]
+    run += ["reward.timeout_s=20"]
     process = start("--nproc-per-node=2", "--max-restarts=3", "train.py", *run, restarts=True)
     assert_ended_at_once(process, tmp_path / "run", batch)
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_a_resumed_run_may_be_restarted(tmp_path: Path) -> None:
     """Its functions worked before, so the cause may be temporary."""
@@ -135,6 +139,7 @@ def test_a_resumed_run_may_be_restarted(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "FATAL").exists()
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_a_run_that_may_fail_trains_on(tmp_path: Path) -> None:
     settings = [*SETTINGS, f"reward.function={FILE}:misspelt", "reward.stop_if_all_fail=false"]

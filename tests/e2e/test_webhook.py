@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -146,3 +148,63 @@ def test_ctrl_c_is_told_as_a_stop(hook: Hook, tmp_path: Path) -> None:
     output = finish(process, 60)
     (body,) = hook.bodies
     assert body["status"] == "stopped" and body["reason"].startswith("interrupted at step "), output[-2000:]
+
+
+def start_nodes(folder: Path, hook: Hook, *more: str, port: int, restarts: bool) -> list[Any]:
+    """Start torchrun for two nodes with one rank each, on this machine. Each has a run folder of its own."""
+    nodes = ["--nnodes=2", "--nproc-per-node=1", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=two", "train.py"]
+    limits = "join_timeout=12,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
+    variables = {VARIABLE: hook.url, "PET_RDZV_CONF": limits}
+    settings = ["run.name=run", *SETTINGS, *more]
+    return [
+        start(*nodes, f"run.dir={folder / str(number)}", *settings, restarts=restarts, **variables)
+        for number in range(2)
+    ]
+
+
+def rank_of(launcher: Any) -> int | None:
+    ranks = [child.environ().get("RANK") for child in psutil.Process(launcher.pid).children()]
+    return next((int(rank) for rank in ranks if rank is not None), None)
+
+
+def lose_node_of_rank_0(launchers: list[Any]) -> Any:
+    """Kill all processes of the node of rank 0, with its watchdog. Return torchrun of the other node."""
+    first = next(each for each in launchers if rank_of(each) == 0)
+    for process in members(first.pid):
+        process.kill()
+    first.communicate()
+    return next(each for each in launchers if each is not first)
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_another_node_tells_that_the_node_of_rank_0_is_lost(restarts: bool, hook: Hook, tmp_path: Path) -> None:
+    """With restarts, torchrun waits for the lost node, and the message comes when it gives up."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    launchers = start_nodes(tmp_path, hook, "train.num_steps=5000", port=port, restarts=restarts)
+    until(lambda: any(reaches(tmp_path / str(number), 2) for number in range(2)), "step 2", 100)
+    left = lose_node_of_rank_0(launchers)
+    output = finish(left, 90)
+    assert left.returncode != 0
+    (body,) = hook.bodies
+    assert (body["run"], body["status"]) == ("run", "failed") and body["step"] >= 2, output[-3000:]
+    assert body["reason"].startswith("rank 0 is gone: its process ended, or its host was cut off (seen by rank 1 on ")
+    assert re.fullmatch("run-[0-9a-f]{8}", body["id"])
+    assert body["reward_first"] is not None
+    check_secret(tmp_path, output)
+
+
+def test_a_node_that_is_lost_for_a_while_is_not_told(hook: Hook, tmp_path: Path) -> None:
+    """Both nodes restart their ranks after the loss of one rank. Only the end of the run is told, by rank 0."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    launchers = start_nodes(tmp_path, hook, "train.num_steps=12", port=port, restarts=True)
+    until(lambda: any(reaches(tmp_path / str(number), 2) for number in range(2)), "step 2", 100)
+    first = next(each for each in launchers if rank_of(each) == 0)
+    for process in members(first.pid):  # the rank, its watchdog and its servers, but not torchrun
+        if process.pid != first.pid:
+            process.kill()
+    outputs = [finish(each, 120) for each in launchers]
+    assert [each.returncode for each in launchers] == [0, 0], outputs
+    (body,) = hook.bodies
+    assert (body["status"], body["step"]) == ("finished", 12)

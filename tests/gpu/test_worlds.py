@@ -15,7 +15,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from tests.launcher import Result, train
+from tests.launcher import Result
+from tests.launcher import torchrun_train as train
 from tools.merge_checkpoint import main as merge_checkpoint
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(560)]

@@ -62,15 +62,15 @@ class World:
         waiter = ThreadPoolExecutor(1).submit(self.coordinator.wait_for_ranks, 40)
         attack()
         began, handlers = time.monotonic(), {"double": lambda number: 2 * number}
-        connections = [connect(*self.place, 5) for _ in range(2)]
+        connections = [connect(*self.place, 20) for _ in range(2)]
         responders = [Responder(rank, connection) for rank, connection in enumerate(connections)]
         threads = [threading.Thread(target=responder.serve, args=[handlers]) for responder in responders]
         for thread in threads:
             thread.start()
         try:
-            waiter.result(timeout=5)
-            assert self.coordinator.ask("double", {0: {"number": 2}, 1: {"number": 3}}, 5) == {0: 4, 1: 6}
-            assert time.monotonic() - began < 5
+            waiter.result(timeout=20)
+            assert self.coordinator.ask("double", {0: {"number": 2}, 1: {"number": 3}}, 20) == {0: 4, 1: 6}
+            assert time.monotonic() - began < 20
         finally:
             for connection, thread in zip(connections, threads, strict=True):
                 with suppress(OSError):

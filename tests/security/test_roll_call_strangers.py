@@ -22,6 +22,7 @@ from launch.checks.sockets import listen
 from launch.roll_call import NOT_READY, PURPOSE, READY, Node, RollCall, answer
 from rl.common.framing import PREFIX
 from rl.common.handshake import SECRET, Listener, Refusals, connect, derive_key
+from tests.ports import free_port
 from tests.security.raw import STRANGE, frame, json_frame, mutate
 
 pytestmark = pytest.mark.timeout(60)
@@ -36,8 +37,7 @@ class Head:
     """launch/roll_call.py of the first of two nodes, in a process of its own."""
 
     def __init__(self, folder: Path, stack: ExitStack):
-        with socket.create_server(("", 0)) as server:
-            self.place = (HOST, server.getsockname()[1])
+        self.place = (HOST, free_port())
         self._folder, self._stack = folder, stack
         self.process = self.start("0")
         deadline = time.monotonic() + 20
@@ -64,7 +64,7 @@ class Head:
         return (self._folder / rank).read_text()
 
     def wait_until_said(self, pattern: str, rank: str = "0") -> None:
-        deadline = time.monotonic() + 8
+        deadline = time.monotonic() + 18
         while not re.search(pattern, self.said(rank)):
             assert time.monotonic() < deadline, self.said(rank)
             time.sleep(0.02)
@@ -73,8 +73,8 @@ class Head:
         """The other node comes now: both are ready at once, and nothing has failed."""
         assert self.process.poll() is None, self.said()
         began, node = time.monotonic(), self.start("1")
-        assert (self.process.wait(10), node.wait(10)) == (READY, READY), self.said()
-        assert time.monotonic() - began < 6
+        assert (self.process.wait(18), node.wait(18)) == (READY, READY), self.said()
+        assert time.monotonic() - began < 18
         assert "Traceback" not in self.said() + self.said("1")
 
 

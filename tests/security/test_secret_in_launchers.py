@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests.launcher import ROOT
+from tests.ports import free_port
 from tests.sshd import ssh_server
-from tests.unit.test_launchers import SLURM, Machine, free_port, until
+from tests.unit.test_launchers import SLURM, Machine, until
 
 pytestmark = pytest.mark.timeout(60)
 NAME = "ONEWORLD_SECRET"
@@ -133,7 +134,7 @@ def test_enroot_gets_the_name_of_the_variable_alone(machine: Recorder) -> None:
 def test_a_shared_folder_gives_head_and_worker_one_secret(machine: Recorder) -> None:
     machine.then(f"until [ $(wc -l < {machine.folder}/secrets) = 2 ]; do sleep 0.02; done")
     shared = ["--shared", str(machine.folder / "shared"), "--nproc", "1"]
-    head = machine.start("local.sh", "--master", "--nnodes", "2", "--port", free_port(), *shared, "run.name=x")
+    head = machine.start("local.sh", "--master", "--nnodes", "2", "--port", str(free_port()), *shared, "run.name=x")
     worker = machine.start("local.sh", "--worker", "1", *shared, "run.name=x")
     until(lambda: (machine.folder / "shared" / "head.json").exists())
     outputs = [process.communicate(timeout=20)[0] for process in (head, worker)]

@@ -153,7 +153,7 @@ def test_a_stranger_who_streams_bytes_delays_nobody(target: Target) -> None:
         for _ in range(20):
             began = time.monotonic()
             target.check()
-            assert time.monotonic() - began < 2
+            assert time.monotonic() - began < WAIT_S
     finally:
         is_over.set()
         for thread in threads:

@@ -2,9 +2,11 @@
 
 import ast
 import json
+import random
 import threading
-from dataclasses import replace
+from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -14,7 +16,7 @@ from rl.report.accounting import ACCOUNTING, MAX_RANKS, AccountingFile, describe
 from rl.rollout.dispatch import BatchTime
 from rl.run.reporter import find_slowest
 from rl.watch.heart import HEART, Heart
-from rl.watch.ledger import DISK, NETWORK, Awaited, EngineSteps, Ledger, RankAccount
+from rl.watch.ledger import DISK, NETWORK, Awaited, Ledger, StepAccount
 from rl.world.messages import waiting
 from tests.mails import Mark, connected_worlds, take
 
@@ -133,25 +135,42 @@ def test_ledgers_reach_the_leader_before_what_follows_them(monkeypatch: pytest.M
             take(worlds[1].mail, Mark)
         leader = worlds[1].accounts
         found = leader.take(2)
-        assert [(one.rank, one.roles) for one in found] == [(0, "rollout"), (1, "actor"), (2, "rollout")]
-        assert [one.wall_s for one in found] == [2.0, 2.0, 2.0]
-        assert leader.take(1) == [] and not leader._found, "older windows are dropped"
-        assert worlds[0].accounts.take(2) == []
+        assert {name: {*role.ranks} for name, role in found.roles.items()} == {"rollout": {0, 2}, "actor": {1}}
+        assert [*found.roles] == ["rollout", "actor"], "in the order of ranks, whichever ledger came first"
+        assert [(one.busy_s, one.rank) for one in sorted(found.ranks)] == [(2.0, 0), (2.0, 1), (2.0, 2)]
+        assert not leader.take(1).ranks and not leader._found, "older windows are dropped"
+        assert not worlds[0].accounts.take(2).ranks
 
 
-def account(rank: int, roles: str, **seconds: float) -> RankAccount:
-    return RankAccount(rank, roles, {name.replace("_", "/", 1): value for name, value in seconds.items()})
+class Written(NamedTuple):
+    """The ledger of a rank."""
+
+    rank: int
+    roles: str
+    seconds: dict[str, float]
+    engine: dict[str, list[float]]
+
+
+def ledger(rank: int, roles: str, engine: dict[str, list[float]] | None = None, **seconds: float) -> Written:
+    return Written(rank, roles, {name.replace("_", "/", 1): value for name, value in seconds.items()}, engine or {})
+
+
+def add_up(ledgers: Iterable[Written]) -> StepAccount:
+    account = StepAccount()
+    for each in ledgers:
+        account.add(*each)
+    return account
 
 
 def test_shares_are_means_over_the_ranks_of_a_role() -> None:
-    accounts = [
-        account(0, "rollout", busy_rollout=6, busy_sync=1, wait_actor=3),
-        account(1, "rollout", busy_rollout=2, wait_actor=6, wait_reward=2),
-        account(2, "actor", busy_update=4, wait_rollout=4),
-        account(3, "rollout,actor", busy_update=1, busy_rollout=1, wait_rollout=2),
-        account(4, "rollout"),  # it has just been started
+    ledgers = [
+        ledger(2, "actor", busy_update=4, wait_rollout=4),
+        ledger(0, "rollout", busy_rollout=6, busy_sync=1, wait_actor=3),
+        ledger(3, "rollout,actor", busy_update=1, busy_rollout=1, wait_rollout=2),
+        ledger(1, "rollout", busy_rollout=2, wait_actor=6, wait_reward=2),
+        ledger(4, "rollout"),  # it has just been started
     ]
-    found = summarize(accounts)
+    found = summarize(add_up(ledgers))
     assert found == pytest.approx(
         {
             "perf/busy/rollout": 0.45,
@@ -163,23 +182,20 @@ def test_shares_are_means_over_the_ranks_of_a_role() -> None:
             "perf/wait/rollout_actor/rollout": 0.5,
         }
     )
-    assert summarize([]) == {}
+    assert [*found][:1] == ["perf/busy/rollout"], "in the order of ranks"
+    assert summarize(StepAccount()) == {}
 
 
 def test_the_file_has_a_line_per_step_and_is_bounded(tmp_path: Path) -> None:
     def lines() -> list[dict]:
         return [json.loads(line) for line in (tmp_path / ACCOUNTING).read_text().splitlines()]
 
-    steps = EngineSteps()
-    for count, seconds in ((4, 3.0), (2, 2.0)):
-        steps.add_decode(count, seconds)
-    steps.add_prefill(4, 5.0, 100)
-    engine = replace(account(0, "rollout", busy_rollout=6, wait_actor=3), engine=steps.take())
-    assert steps.take() == {}
-    two = [engine, account(1, "actor", busy_update=4.0000004)]
+    costs = {"decode": [2, 6, 20, 5, 16], "prefill": [1, 4, 5, 100]}
+    engine = ledger(0, "rollout", costs, busy_rollout=6, wait_actor=3)
+    two = add_up([ledger(1, "actor", busy_update=4.0000004), engine])
     file = AccountingFile(tmp_path, 0)
     for step in (1, 2, 3):
-        file.write(two, ["n0", "n1"], {"step": step, "bound": "rollout-bound"})
+        file.write(two, [0, 1], {"step": step, "bound": "rollout-bound"})
     file.close()
     assert lines()[2] == {
         "step": 3,
@@ -188,21 +204,22 @@ def test_the_file_has_a_line_per_step_and_is_bounded(tmp_path: Path) -> None:
             "rollout": {"ranks": 1, "seconds": {"busy/rollout": 6, "wait/actor": 3}},
             "actor": {"ranks": 1, "seconds": {"busy/update": 4.0}},
         },
-        "engine": {"decode": [2, 6, 20, 5, 16], "prefill": [1, 4, 5, 100]},
+        "engine": costs,
         "ranks": [
             {"rank": 0, "node": 0, "seconds": {"busy/rollout": 6, "wait/actor": 3}},
             {"rank": 1, "node": 1, "seconds": {"busy/update": 4.0}},
         ],
     }
     file = AccountingFile(tmp_path, 2)  # a resumed run writes step 3 again
-    file.write(two, ["n0", "n1"], {"step": 3})
+    file.write(two, [0, 1], {"step": 3})
     file.close()
     assert [line["step"] for line in lines()] == [1, 2, 3]
 
-    many = [account(rank, "rollout", busy_rollout=rank + 1, wait_actor=1) for rank in range(1000)]
+    shuffled = random.Random(0).sample(range(1000), 1000)
+    many = add_up(ledger(rank, "rollout", busy_rollout=rank + 1, wait_actor=1) for rank in shuffled)
     file = AccountingFile(tmp_path, 0, max_bytes=200_000)
     for step in range(1, 200):
-        file.write(many, ["host"] * 1000, {"step": step})
+        file.write(many, [0] * 1000, {"step": step})
     file.close()
     found = lines()
     assert (tmp_path / ACCOUNTING).stat().st_size <= 200_000

@@ -10,16 +10,10 @@ from rl.data.prompts import Prompt, sample_seed
 from rl.rollout.dispatch import NewTasks, Pull, Sampling, Task
 from rl.rollout.engine import Request
 from rl.rollout.fake_engine import FakeEngine
+from rl.rollout.followers import AddRequests, StepEngine
 from rl.rollout.recovery import EngineHost
 from rl.rollout.responses import Response, pack_group
-from rl.rollout.service import (
-    AddRequests,
-    CarriedGroup,
-    FetchGroup,
-    RolloutService,
-    ScoredGroup,
-    StepEngine,
-)
+from rl.rollout.service import CarriedGroup, FetchGroup, RolloutService, ScoredGroup
 from rl.world.messages import Letter
 from rl.world.orders import Order
 from rl.world.world import World

@@ -10,10 +10,11 @@ import torch
 from rl.checkpoint.checkpoints import Checkpoints
 from rl.checkpoint.manifest import Manifest
 from rl.checkpoint.resume import Resume
-from rl.checkpoint.save import SaveTimes
+from rl.checkpoint.save import EndAction, SaveTimes
 from rl.checkpoint.snapshot import Snapshot
 from rl.config.schema import CheckpointConfig
 from rl.data.rollout_state import RolloutState
+from rl.watch.reports import UnhealthyRun
 from rl.world.faults import Stopped
 
 
@@ -25,6 +26,7 @@ class Saver:
         self.saved_at = 0.0
         self.calls: list[Any] = []
         self.times: list[SaveTimes] = []
+        self.num_shared = 0
 
     def restore(self, steps: Iterable[int], saved_at: float) -> None:
         self.steps, self.saved_at = set(steps), saved_at
@@ -36,8 +38,12 @@ class Saver:
     def add_probe(self, step: int, probe: dict[str, torch.Tensor]) -> None:
         self.calls.append((step, probe["logits"].item()))
 
-    def stop(self, text: str) -> None:
-        raise Stopped(text)
+    def stop(self, text: str, error: type[Exception] = Stopped) -> None:
+        raise error(text)
+
+    def share_end(self, end: EndAction | None) -> EndAction | None:
+        self.num_shared += 1
+        return end
 
     def wait_copied(self) -> None: ...
     def wait_committed(self) -> None: ...
@@ -232,3 +238,35 @@ def test_a_save_is_measured_in_the_step_that_sees_its_end() -> None:
     saver.times.append(SaveTimes(4.5, 0.25))
     assert checkpoints.end_update(2, 3, NO_ROLLOUTS) == {"perf/checkpoint_s": 4.5, "perf/checkpoint_blocked_s": 0.25}
     assert checkpoints.end_update(3, 4, NO_ROLLOUTS) == {}
+
+
+@pytest.mark.parametrize(("save_interval", "step"), [(2, 4), (0, 100)])
+def test_a_step_whose_weights_a_health_rule_doubts_is_not_saved_though_it_is_due(save_interval: int, step: int) -> None:
+    """Step 100 is the last of the command, so no order could end it later."""
+    checkpoints, saver, learner = make(resumed(1), save_interval=save_interval, best_metric="")
+    train(checkpoints, learner, 2)
+    before = list(saver.saved)
+    checkpoints.plan_end("health.entropy: collapsed.", with_save=False)
+    saved = f"step {(before or [1])[-1]} is saved"
+    with pytest.raises(UnhealthyRun, match=f"^health.entropy: collapsed. The newest checkpoint: {saved}$"):
+        train(checkpoints, learner, step)
+    assert saver.saved == before
+
+
+@pytest.mark.parametrize("save_interval", [0, 1, -1])
+def test_a_health_rule_ends_the_last_step_of_a_command_too(save_interval: int) -> None:
+    checkpoints, saver, learner = make(save_interval=save_interval)
+    assert checkpoints.plan_end("health.truncation: much.", with_save=True) == "save and fail"
+    saved = "step 100 is saved" if save_interval >= 0 else "no step is saved, because checkpoint.save_interval=-1"
+    with pytest.raises(UnhealthyRun, match=f"^health.truncation: much. The newest checkpoint: {saved}$"):
+        train(checkpoints, learner, 100)
+    assert saver.saved == ([100] if save_interval >= 0 else [])
+
+
+def test_actors_ask_for_a_health_rule_only_at_steps_that_no_order_would_end_in_time() -> None:
+    checkpoints, saver, learner = make(save_interval=2)
+    checkpoints.plan_end("health.entropy: collapsed.", with_save=False)
+    train(checkpoints, learner, 1)
+    assert saver.num_shared == 0, "the order ends the run in the next step"
+    with pytest.raises(UnhealthyRun, match=r"The newest checkpoint: no step is saved$"):
+        checkpoints.execute("fail")

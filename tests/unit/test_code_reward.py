@@ -236,7 +236,7 @@ def test_no_program_sees_another() -> None:
 def test_a_bomb_costs_its_own_sample_only(name: str) -> None:
     started = time.monotonic()
     assert score(fenced(BOMBS[name]), **QUICK) == 0.0
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 40
     assert score(fenced(SUM)) == 1.0
     assert len(processes()) == 2  # the starter and init
 
@@ -317,7 +317,7 @@ def test_in_the_pool() -> None:
     kept = [process for process in processes() if process in own]
     assert len(kept) == 4  # a starter and an init for each of the two workers, which still live
     pool.close()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 20
     while (left := [process for process in kept if process.is_running()]) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert left == []

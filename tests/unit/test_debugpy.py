@@ -20,6 +20,7 @@ from rl.placement.roles import plan
 from rl.run import checks
 from tests.dap import TIMEOUT_S, Client
 from tests.launcher import until
+from tests.ports import free_port
 from tests.security.test_debugger_access import as_nobody, needs_root
 from tools import debug
 
@@ -104,11 +105,6 @@ def program(run: Path, port: int) -> Iterator[Program]:
     finally:
         process.kill()
         process.communicate()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def line_of(text: str) -> int:

@@ -17,8 +17,9 @@ from rl.placement.roles import plan
 from rl.rollout.dispatch import NewTasks, Sampling, Task
 from rl.rollout.engine import Completion
 from rl.rollout.fake_engine import FakeEngine
+from rl.rollout.followers import RebuildEngine, StepEngine
 from rl.rollout.recovery import EngineHost
-from rl.rollout.service import RebuildEngine, RolloutService, StepEngine
+from rl.rollout.service import RolloutService
 from rl.sync.digest import TensorPart
 from rl.sync.donation import AskChunk, ChunkedMemory, DonationError, WeightChunk, WeightDonation
 from rl.sync.layout import Destination, MemoryLayout, OpaqueLoader, Region

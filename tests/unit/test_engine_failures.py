@@ -9,8 +9,9 @@ import torch.distributed as dist
 
 from rl.rollout.engine import Completion
 from rl.rollout.fake_engine import FakeEngine
-from rl.rollout.recovery import EngineFailed, EngineHost
-from rl.rollout.service import RebuildEngine, RolloutService, StepEngine
+from rl.rollout.followers import RebuildEngine, StepEngine
+from rl.rollout.recovery import EngineFailed, EngineHost, EngineRebuilt
+from rl.rollout.service import RolloutService
 from rl.world.messages import Letter
 from rl.world.orders import Order
 from rl.world.world import World
@@ -133,6 +134,9 @@ def test_any_other_error_is_survived(error: Exception, worlds: list[World]) -> N
     bench.service.work()
     assert take(bench.leader, Order).message == Order("publish again")
     assert bench.service.engine is not bench.engine
+    rebuilt = take(bench.leader, EngineRebuilt).message
+    assert (rebuilt.engine, rebuilt.num_groups) == ("fake", 1)
+    assert rebuilt.reason == f"{type(error).__name__}: {error}"
 
 
 @pytest.mark.parametrize(("error", "is_survived"), [(BREAKING[1], False), (HARMLESS[0], True)])

@@ -1,20 +1,11 @@
-"""What engines did in a step: from the steps of an engine to metrics, worked out by hand."""
+"""What engines did in a step: from what their leads report to metrics, worked out by hand."""
 
 import pytest
 
 from rl.rollout.dispatch import Dispatcher, Pull
-from rl.rollout.use import EngineUse, UseMeter, describe_uses
+from rl.rollout.use import EngineUse, describe_uses
 from tests.launcher import until
 from tests.mails import connected
-
-
-def test_steps_add_up() -> None:
-    """Two steps of 1 s and 3 s, in which a half and three quarters of the KV cache were in use."""
-    meter = UseMeter()
-    meter.add(num_tokens=0, seconds=1.0, kv_use=0.5, kv_bytes=80)
-    meter.add(num_tokens=12, seconds=3.0, kv_use=0.75, kv_bytes=80)
-    assert meter.take() == EngineUse(12, 4.0, 0.5 + 2.25, 0.75, 80)
-    assert meter.take() == EngineUse()
 
 
 def test_metrics_of_two_engines() -> None:
@@ -30,9 +21,7 @@ def test_metrics_of_two_engines() -> None:
 
 
 def test_an_engine_without_a_kv_cache_has_only_a_speed() -> None:
-    meter = UseMeter()
-    meter.add(num_tokens=6, seconds=2.0, kv_use=None, kv_bytes=0)
-    assert describe_uses({0: meter.take()}) == {"perf/tokens_per_s/engine_0": 3.0}
+    assert describe_uses({0: EngineUse(6, 2.0)}) == {"perf/tokens_per_s/engine_0": 3.0}
     assert describe_uses({}) == describe_uses({0: EngineUse()}) == {}
 
 

@@ -13,8 +13,12 @@ from rl.config.load import load_config
 from rl.report.events import begin_events
 from rl.report.metrics_writer import MetricsWriter
 from rl.report.record import RECORD, NodeRecord, RunRecord, describe_changes, read_record, write_record
+from rl.rollout.recovery import EngineRebuilt
 from rl.run.open import Run
 from rl.run.record import gather_record
+from rl.run.reporting import note_rebuilt_engines
+from tests.launcher import until
+from tests.mails import connected
 
 KILLED = "rank 1 was lost at step 6: its process was killed by signal 9"
 
@@ -90,6 +94,24 @@ def test_an_event_is_one_short_line_without_credentials(tmp_path: Path, monkeypa
     first, second = (event.text for event in read_events(tmp_path))
     assert first == "the token *** was refused"
     assert second == "x" * (MAX_TEXT - 4) + " ..."
+
+
+def test_a_rebuilt_engine_is_an_event_with_its_name_and_the_reason(tmp_path: Path) -> None:
+    """Its lead tells the leader, which writes the file."""
+    with connected(3) as mails:
+        placement = SimpleNamespace(engine_of={1: 0, 2: 1}.get)
+        run = SimpleNamespace(folder=tmp_path, placement=placement, world=SimpleNamespace(mail=mails[0]))
+        mails[2].send(
+            0, EngineRebuilt("vllm 0.32.0", 7, "ValueError: no\nmore", 3, 41.7)
+        )  # may come before the handler
+        note_rebuilt_engines(cast(Run, run))
+        until(lambda: len(read_events(tmp_path)) == 1, "the event")
+        mails[1].send(0, EngineRebuilt("vllm 0.32.0", 8, "x" * 1000, 1, 2.0))
+        until(lambda: len(read_events(tmp_path)) == 2, "the second event")
+    first, second = story(tmp_path)
+    text = "engine 1 (vllm 0.32.0) of rank 2 failed: ValueError: no. It was rebuilt in 42 s, and its unfinished groups "
+    assert first == ("warning", 7, f"{text}(3) are sampled again")
+    assert second[2].endswith("x ... It was rebuilt in 2 s, and its unfinished groups (1) are sampled again")
 
 
 def test_lines_that_are_no_events_are_skipped(tmp_path: Path) -> None:

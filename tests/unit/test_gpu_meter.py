@@ -1,6 +1,5 @@
 """rl/watch/gpu.py with a stand-in for NVML: the right card, its changes, and machines that have none of it."""
 
-import threading
 from pathlib import Path
 
 import pytest
@@ -43,7 +42,7 @@ def test_a_driver_that_hangs_delays_nobody_and_old_values_go(nvml: StandIn, monk
     meter = GpuMeter("GPU-own")
     wait_for(meter, memory_mb=5, utilization=6)
     nvml.show("GPU-own", HUNG, 6)
-    until(lambda: meter.look() and meter._thread is not None and meter._thread.is_alive(), "a thread that hangs")
+    until(lambda: meter.look() and nvml.is_hung, "a thread that hangs")
     hung = meter._thread
     assert meter.look() == {"gpu_memory_mb": 5, "gpu_utilization": 6}
     monkeypatch.setattr(gpu, "STALE_S", 0.0)
@@ -56,8 +55,8 @@ def test_a_machine_without_nvml_shows_nothing(library: str, monkeypatch: pytest.
     meter = GpuMeter("GPU-own")
     assert meter.look() == {}
     until(lambda: meter._is_absent, "the end of the attempt")
-    num_threads = threading.active_count()
-    assert meter.look() == {} and threading.active_count() <= num_threads
+    attempt = meter._thread
+    assert meter.look() == {} and meter._thread is attempt  # no second attempt
 
 
 def test_a_rank_without_a_card_asks_nobody(nvml: StandIn) -> None:

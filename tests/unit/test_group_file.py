@@ -104,11 +104,11 @@ def test_a_group_that_is_kept_does_not_keep_its_file_in_memory() -> None:
 
 
 def test_thousands_of_groups_are_fast() -> None:
-    started = time.perf_counter()
+    started = time.process_time()
     groups = [StoredGroup(number, make_group(number, [3] * 8)) for number in range(4000)]
-    made = time.perf_counter()
+    made = time.process_time()
     assert len(groups_from_bytes(groups_to_bytes(groups))) == 4000
-    assert time.perf_counter() - made < 3 * (made - started) + 1  # about as long as it takes to make them
+    assert time.process_time() - made < 3 * (made - started) + 1  # about as long as it takes to make them
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from rl.common.events import Event
 from rl.config.load import load_config
 from rl.config.schema import HEALTH_RULES, Config, ConfigError
-from rl.report.health import Finding, Health, make_rules
+from rl.report.health import Finding, Health, describe_stop, make_rules
 
 Row = dict[str, Any]
 NUM_SAMPLES = 32 * 8  # of a step, by default
@@ -135,23 +135,52 @@ def test_a_run_without_faults_or_without_metrics_is_silent() -> None:
     assert run(rules_of(), [{"eval/accuracy": 0.0}] * 300) == []
 
 
-@pytest.mark.parametrize(
-    ("values", "max_lag"),
-    [
-        ({"reward/mean": 0.0, "reward/std": 1.0}, 4),  # rewards of -1 and 1
-        ({"reward/mean": 0.95, "policy/entropy": 0.001}, 4),  # solved
-        ({"rollout/lag_mean": 1.0}, 1),  # rollout.ahead=1: every token has this lag
-        ({"rollout/truncated": 0.5}, 4),
-        ({"optim/grad_norm": 0.0}, 4),
-    ],
-)
-def test_what_is_no_fault(values: Row, max_lag: int) -> None:
-    assert run(rules_of(max_lag=max_lag), [GOOD | values] * 120) == []
+def once(name: str, value: float, step: int) -> Callable[[int], Row]:
+    return lambda now: GOOD | ({name: value} if now == step else {})
 
 
-def test_a_policy_that_is_certain_and_still_learns_has_not_collapsed() -> None:
-    rows = [GOOD | {"reward/mean": step / 50, "policy/entropy": 0.001} for step in range(1, 40)]
-    assert run(rules_of(), rows) == []
+NEAR_MISSES: dict[str, Callable[[int], Row]] = {
+    "reward_flat, one sample differs": steady(reward__mean=1 / NUM_SAMPLES, reward__std=0.06),
+    "reward_flat, rewards of -1 and 1": steady(reward__mean=0.0, reward__std=1.0),
+    "reward_flat, 9 of 10 steps": lambda step: GOOD | ({"reward/mean": 0.0, "reward/std": 0.0} if step % 10 else {}),
+    "reward_flat, 0 but once 1": lambda step: GOOD | {"reward/mean": float(step % 10 == 0), "reward/std": 0.0},
+    "no_signal, one of 32 groups has one": steady(reward__no_signal=31 / 32),
+    "no_signal, 9 of 10 steps": lambda step: GOOD | {"reward/no_signal": float(step % 10 > 0)},
+    "entropy, at the limit": steady(policy__entropy=0.02),
+    "entropy, solved": steady(reward__mean=0.95, policy__entropy=0.001),
+    "entropy, still learning": lambda step: GOOD | {"reward/mean": step / 200, "policy/entropy": 0.001},
+    "mismatch, at the limit": steady(policy__mismatch_kl=0.02),
+    "mismatch, one bad step": once("policy/mismatch_kl", 0.18, 50),
+    "truncation, at the limit": steady(rollout__truncated=0.5),
+    "truncation, one bad step": once("rollout/truncated", 1.0, 50),
+    "gradient_spikes, ten times the median": once("optim/grad_norm", 8.0, 50),
+    "gradient_spikes, always clipped": steady(optim__grad_norm=500.0),
+    "gradient_spikes, too few before": once("optim/grad_norm", 99.0, 5),
+    "gradient_spikes, no gradients": steady(optim__grad_norm=0.0),
+    "skipped_steps, none": steady(optim__skipped_steps=0.0, critic__skipped_steps=0.0),
+    "timeouts, at the limit": lambda step: GOOD | {"reward/timeouts": 13.0 if step % 5 else 12.0},  # 128 of 2,560
+    "timeouts, one bad step": once("reward/timeouts", 0.4 * NUM_SAMPLES, 50),
+    "waiting, at the limit": steady(perf__wait__actor__rollout=0.4),
+    "waiting, two roles": steady(perf__wait__actor__rollout=0.35, perf__wait__rollout__actor=0.45),
+    "waiting, one slow step": once("perf/wait/actor/rollout", 0.9, 50),
+    "host_memory, at the limit": lambda step: GOOD | {"host/memory_gb/node_0": 20 + 4.0 * step / 120},
+    "host_memory, full after a while": lambda step: GOOD | {"host/memory_gb/node_0": 20.0 + min(step, 26)},
+    "host_memory, up and down": lambda step: GOOD | {"host/memory_gb/node_0": 20.0 + 10 * (step // 20 % 2)},
+    "lag, below the limit": steady(rollout__lag_mean=3.19),
+}
+
+
+def test_every_rule_has_a_near_miss() -> None:
+    assert {name.partition(",")[0] for name in NEAR_MISSES} == set(HEALTH_RULES)
+
+
+@pytest.mark.parametrize("name", NEAR_MISSES)
+def test_a_near_miss_is_no_fault(name: str) -> None:
+    assert run(rules_of(), [NEAR_MISSES[name](step) for step in range(1, 121)]) == []
+
+
+def test_tokens_of_a_run_one_round_ahead_all_have_the_largest_lag() -> None:
+    assert run(rules_of(max_lag=1), [GOOD | {"rollout/lag_mean": 1.0}] * 120) == []
 
 
 def test_small_gradients_that_grow_are_no_spike() -> None:
@@ -221,6 +250,26 @@ def test_a_resumed_run_is_judged_by_its_new_steps_after_a_stop() -> None:
     assert run(resumed, [flat] * 9, first=11) == []
     ((step, again),) = run(resumed, [flat], first=20)
     assert (step, again.is_stop) == (20, True) and "(since step 11)" in again.text
+
+
+def test_the_next_start_says_which_rule_ended_the_run_until_it_has_begun() -> None:
+    flat = GOOD | {"reward/mean": 0.0, "reward/std": 0.0}
+    ((step, finding),) = run(rules_of("health.actions={reward_flat: stop}"), [flat] * 10)
+    begin, end = Event(0.0, 0, "start", "attempt 1"), Event(0.0, 10, "fault", f"ended at step 10: {finding.text}")
+    story = [begin, event(step, finding), Event(0.0, 10, "checkpoint", "step 10 is saved"), end]
+    said = describe_stop(story, 10)
+    assert said.startswith(
+        "a health rule ended this run at step 10. health.reward_flat: every reward of the last 10 steps is 0 (since "
+        "step 1). What to try: look at the samples; "
+    )
+    assert said.endswith(
+        "or take harder ones. The run continues after step 10, and the rules look at its new steps only: if you have "
+        "changed nothing, it is likely to end in the same way"
+    )
+    assert " The run starts again, and the rules look at its new steps only" in describe_stop(story, 0)
+    resume = Event(0.0, 10, "resume", "attempt 2 continues after step 10")
+    assert describe_stop([*story, resume], 10) == describe_stop([begin], 0) == describe_stop([], 0) == ""
+    assert describe_stop([begin, Event(0.0, 3, "stop", "stopped by a signal at step 3")], 3) == ""
 
 
 def test_rows_with_null_for_infinity_count_as_missing() -> None:

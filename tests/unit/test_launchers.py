@@ -19,6 +19,7 @@ import yaml
 
 from tests.debian import find_program
 from tests.launcher import ROOT
+from tests.ports import free_port
 from tests.sshd import ssh_server
 
 pytestmark = pytest.mark.timeout(30)
@@ -196,10 +197,9 @@ def test_what_the_ranks_said_stands_last(told: str, last: str, machine: Machine)
 @pytest.mark.parametrize("is_told", [True, False])
 def test_what_the_ranks_said_stands_last_after_a_signal(is_told: bool, machine: Machine) -> None:
     tell = 'echo "oneworld: stopped at step 7" > "$ONEWORLD_LAST_LINE_FILE"; ' if is_told else ""
-    machine.script(f"trap '{tell}echo Traceback; exit 1' TERM; while :; do sleep 0.1; done")
+    machine.script(f"trap '{tell}echo Traceback; exit 1' TERM; echo up; while :; do sleep 0.1; done")
     process = machine.start("local.sh")
-    until(lambda: machine.num_calls == 1)
-    time.sleep(0.3)  # for the trap
+    assert process.stdout is not None and process.stdout.readline() == "up\n"
     process.terminate()
     output = process.communicate(timeout=20)[0]
     assert process.returncode == 128 + signal.SIGTERM
@@ -214,6 +214,17 @@ def test_short_attempts_are_limited(machine: Machine) -> None:
     assert "gave up: 4 attempts in a row ended within 300 s" in output
     failed = "ONEWORLD_WEBHOOK: the message about the end of the run was not sent: URLError"
     assert output.count(failed) == 1 and "secret-part" not in output
+
+
+@pytest.mark.parametrize(("left", "is_told"), [("x-world tell", True), ("x-world", False)])
+def test_the_node_whose_watchdog_leaves_the_message_tells_the_webhook(
+    left: str, is_told: bool, machine: Machine
+) -> None:
+    """On the other nodes, the ranks have met too. Without a world, the node of rank 0 tells."""
+    machine.script(*[f'echo "{left}" > "$ONEWORLD_WORLD_FILE"; exit 7'] * 2)
+    hook = {"ONEWORLD_MAX_ATTEMPTS": "2", "ONEWORLD_WEBHOOK": "http://127.0.0.1:9/a-secret-part"}
+    output = machine.run("local.sh", code=1, **hook)
+    assert output.count("the message about the end of the run was not sent") == is_told, output
 
 
 def test_a_long_attempt_resets_the_limit_and_the_back_off(machine: Machine) -> None:
@@ -250,25 +261,30 @@ def test_a_signal_ends_the_back_off(machine: Machine) -> None:
 def test_usr1_reaches_only_ranks_that_are_ready_for_it(machine: Machine) -> None:
     """Slurm sends it to all processes. torchrun, and a rank that is still importing, would die of it."""
     ready = "import os, signal, time; signal.signal(signal.SIGUSR1, lambda *a: os.write(1, b'saved\\n')); "
-    ready += "print('up', flush=True); time.sleep(1)"
+    ready += "print('up', flush=True)\nwhile not os.path.exists('end'): time.sleep(0.05)"
+    (machine.folder / "ready.py").write_text(ready)
+    unready = "until [ -e end ]; do sleep 0.05; done"
     machine.script(
-        f'echo $$ >{machine.folder}/pid; "{sys.executable}" -c "{ready}" & sleep 1 & wait $!; code=$?; wait; exit $code'
+        f'cd {machine.folder}; echo $$ >pid; "{sys.executable}" ready.py & ({unready}) & wait $!; '
+        "code=$?; wait; exit $code"
     )
     process = machine.start("local.sh")
     assert process.stdout is not None and process.stdout.readline() == "up\n"
     process.send_signal(signal.SIGUSR1)
     assert process.stdout.readline() == "saved\n"
     os.killpg(int((machine.folder / "pid").read_text()), signal.SIGUSR1)
+    assert process.stdout.readline() == "saved\n"
+    (machine.folder / "end").touch()
     output, _ = process.communicate(timeout=10)
-    assert (process.returncode, output, machine.num_calls) == (0, "saved\n", 1)
+    assert (process.returncode, output, machine.num_calls) == (0, "", 1)
 
 
 def test_torchrun_ends_with_a_killed_launcher(machine: Machine) -> None:
-    machine.script(f"echo $$ > {machine.folder}/pid; sleep 20")
+    machine.script("echo $$; sleep 20")
     process = machine.start("local.sh")
-    until((machine.folder / "pid").exists)
+    assert process.stdout is not None
+    pid = int(process.stdout.readline())
     process.kill()
-    pid = int((machine.folder / "pid").read_text() or 0)
     until(lambda: not Path(f"/proc/{pid}").exists() or "State:\tZ" in Path(f"/proc/{pid}/status").read_text())
 
 
@@ -290,7 +306,7 @@ def test_preflight_comes_first(machine: Machine) -> None:
 
 def test_several_nodes_hold_a_roll_call_before_preflight(machine: Machine) -> None:
     del machine.environment["ONEWORLD_PREFLIGHT"]
-    nodes = ["--nnodes", "2", "--nproc", "8", "--head", "127.0.0.1", "--port", free_port()]
+    nodes = ["--nnodes", "2", "--nproc", "8", "--head", "127.0.0.1", "--port", str(free_port())]
     wait = {"ONEWORLD_PREFLIGHT_WAIT_S": "0.2", "ONEWORLD_NODES": "alpha beta"}
     assert "on 1 of 2 nodes: node 1 (beta)" in machine.run(
         "run_node.sh", *nodes, "--node-rank", "0", "run.name=x", code=1, **wait
@@ -329,11 +345,6 @@ def test_several_nodes_need_one_run_name(machine: Machine) -> None:
 # A shared folder
 
 
-def free_port() -> str:
-    with socket.create_server(("", 0)) as server:
-        return str(server.getsockname()[1])
-
-
 def test_workers_wait_for_the_head_and_ignore_a_stale_file(machine: Machine) -> None:
     """The worker starts first, next to the file of an older run."""
     shared = machine.folder / "shared"
@@ -343,7 +354,7 @@ def test_workers_wait_for_the_head_and_ignore_a_stale_file(machine: Machine) -> 
     machine.script(f"until [ -e {machine.folder}/end ]; do sleep 0.05; done", f"touch {machine.folder}/end")
     worker = machine.start("local.sh", "--worker", "1", "--shared", str(shared), "--nproc", "1", "--wait", "10")
     assert worker.stdout is not None and "ignoring" in worker.stdout.readline()
-    port = free_port()
+    port = str(free_port())
     head = machine.start(
         "local.sh", "--master", "--nnodes", "2", "--shared", str(shared), "--nproc", "1", "--port", port
     )

@@ -4,13 +4,17 @@ import json
 import os
 import re
 import time
+import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from rl.config.load import load_config
+from rl.report.health import Health
 from rl.report.metrics_writer import MetricsWriter
+from rl.report.rows import RowFile
 from rl.run.record import describe_repetition
 
 BEGAN = time.time()
@@ -123,3 +127,30 @@ def test_steps_that_are_done_again_are_named(step: int, num_steps: int, steps: s
     assert describe_repetition(run, step) == steps
     os.utime(tmp_path / "metrics.jsonl", (0, 0))
     assert bool(describe_repetition(run, step)) == (bool(steps) and step > 0), "a new run that replaces an older one"
+
+
+def peak_of_a_resume(folder: Path, num_rows: int) -> int:
+    """Return the most bytes that a resume after `num_rows` rows of 50 metrics holds, until the health rules are built.
+    The file is longer than that."""
+    metrics = {f"perf/metric_{number}": number + 0.123456789 for number in range(49)}
+    folder.mkdir()
+    with (folder / "metrics.jsonl").open("w") as file:
+        for step in range(1, num_rows + 101):
+            file.write(json.dumps({"step": step, "version": step, "reward/mean": 0.5 + step / 1e6, **metrics}) + "\n")
+    tracemalloc.start()
+    try:
+        rows = RowFile(folder, num_rows, continues=False)
+        Health(load_config()).restore(rows.read_kept())
+        assert [row["step"] for row in rows.read_kept()] == [*range(1, num_rows + 1)]
+        assert len(rows.rewards) == num_rows and metrics.keys() < rows.names
+        rows.close()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_resume_does_not_hold_the_rows_of_earlier_starts(tmp_path: Path) -> None:
+    """The file has about 1.4 kB per row. A parsed row takes several times as much."""
+    few, many = peak_of_a_resume(tmp_path / "few", 200), peak_of_a_resume(tmp_path / "many", 1000)
+    size = (tmp_path / "many" / "metrics.jsonl").stat().st_size
+    assert size > 1_000_000 and many - few < 0.2 * size, (few, many, size)

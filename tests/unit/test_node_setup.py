@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.test_launchers import SLURM, Machine, free_port, until
+from tests.ports import free_port
+from tests.unit.test_launchers import SLURM, Machine, until
 
 pytestmark = pytest.mark.timeout(30)
 NUMBERS = ("RANK", "NODE_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE")
@@ -32,7 +33,7 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
 
 def test_the_same_command_starts_every_node(machine: Machine) -> None:
     """NODE_RANK, or else RANK, says which node is the head."""
-    shared, port = machine.folder / "shared", free_port()
+    shared, port = machine.folder / "shared", str(free_port())
     machine.script(f"until [ -e {machine.folder}/end ]; do sleep 0.05; done", f"touch {machine.folder}/end")
     command = ["--nnodes", "2", "--shared", str(shared), "--nproc", "1", "--port", port, "run.name=x"]
     worker = machine.start("local.sh", *command, RANK="1")
@@ -98,7 +99,7 @@ def test_a_scheduler_that_numbers_nodes_and_processes_is_understood(machine: Mac
 
 def test_a_number_that_the_head_does_not_expect_is_refused(machine: Machine) -> None:
     """A worker without --nnodes learns the number of nodes from the head."""
-    shared, port = ["--shared", str(machine.folder / "shared")], free_port()
+    shared, port = ["--shared", str(machine.folder / "shared")], str(free_port())
     machine.script(f"until [ -e {machine.folder}/end ]; do sleep 0.05; done")
     head = machine.start("local.sh", "--master", "--nnodes", "2", *shared, "--nproc", "1", "--port", port, "run.name=x")
     until(lambda: machine.num_calls == 1)

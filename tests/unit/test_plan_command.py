@@ -384,7 +384,7 @@ def commands(tmp_path_factory: pytest.TempPathFactory, hub: socket.socket) -> Co
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
         return Answer(done.returncode, done.stdout, done.stderr)
 
-    before = {str(path) for path in folder.rglob("*")}
+    before = list_files(folder)
     together = SHARED | {name: broken_arguments(name) for name in BROKEN}
     with ThreadPoolExecutor(2) as pool:
         shared = pool.submit(run, "-c", RUN_SHARED, json.dumps(list(together.values())))
@@ -394,7 +394,12 @@ def commands(tmp_path_factory: pytest.TempPathFactory, hub: socket.socket) -> Co
         rows = [Answer(*row) for row in json.loads(shared.result().stdout)]
         answers = dict(zip(PLAIN, plain, strict=True)) | dict(zip(together, rows, strict=True))
     imports = json.loads(main.stdout.splitlines()[-1])
-    return Commands(answers, imports, {str(path) for path in folder.rglob("*")} - before, folder)
+    return Commands(answers, imports, list_files(folder) - before, folder)
+
+
+def list_files(folder: Path) -> set[str]:
+    """Return what a folder holds, without the bytecode that Python itself writes beside a module."""
+    return {str(path) for path in folder.rglob("*") if "__pycache__" not in path.parts}
 
 
 @pytest.fixture(scope="module")

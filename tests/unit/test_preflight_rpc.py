@@ -71,11 +71,11 @@ def test_a_rank_that_hangs_is_named_in_time() -> None:
     with world({"work": lambda: 1}, {"work": never.wait}) as (coordinator, _):
         began = time.monotonic()
         with pytest.raises(NoAnswer, match=rf"rank 1 on {socket.gethostname()} did not answer in time \(work\)"):
-            coordinator.ask("work", {0: {}, 1: {}}, 0.3)
+            coordinator.ask("work", {0: {}, 1: {}}, 1)
         coordinator.deadline = time.monotonic() + 0.2
         with pytest.raises(NoAnswer, match="rank 1"):
             coordinator.ask("work", {1: {}}, 20)
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 15
         never.set()
 
 
@@ -86,7 +86,7 @@ def test_a_rank_that_ends_is_named_at_once() -> None:
         began = time.monotonic()
         with pytest.raises(NoAnswer, match=r"rank 1 on .* ended \(work\)"):
             coordinator.ask("work", {0: {}, 1: {}}, 20)
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 15
         never.set()
 
 

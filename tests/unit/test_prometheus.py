@@ -13,11 +13,7 @@ from rl.config.schema import ConfigError
 from rl.report.events import read_events
 from rl.report.metrics_writer import MetricsWriter
 from rl.report.prometheus import PrometheusEndpoint, prometheus_key
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
+from tests.ports import free_port
 
 
 def scrape(port: int) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:

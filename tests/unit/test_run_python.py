@@ -42,7 +42,7 @@ def test_a_program_that_does_not_end_well(program: str, monkeypatch: pytest.Monk
     started = time.monotonic()
     output = run_python(program)
     assert output == "The program was stopped. It may use 0.5 s and 512 MB." or output.endswith("MemoryError\n")
-    assert time.monotonic() - started < 6
+    assert time.monotonic() - started < 30
     assert run_python("print('next')") == "next\n"
 
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from rl.rollout.speeds import MIN_STEPS, EngineSpeeds, StepTimer
+from rl.rollout.speeds import MIN_STEPS, EngineSpeeds
 
 FIXED_S, PER_SEQUENCE_S = 0.008, 0.0002
 
@@ -80,12 +80,3 @@ def test_an_engine_that_recovers_is_equal_again() -> None:
         found.append(speeds.measure()[2])
     assert found[:2] == [pytest.approx(0.5)] * 2
     assert found == sorted(found) and found[-1] == 1.0
-
-
-def test_a_step_that_compiles_counts_as_a_few_steps() -> None:
-    timer = StepTimer()
-    for seconds in (0.01, 0.01, 9.0, 0.01):
-        timer.add(12, seconds)
-    timer.add(3, 0.005)
-    assert timer.take() == [(16, 4, pytest.approx(0.07)), (8, 1, pytest.approx(0.005))]
-    assert timer.take() == []

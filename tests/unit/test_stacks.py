@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.launcher import until
 from tools import stacks
 
 PROGRAM = """
@@ -32,6 +33,10 @@ def write(run: Path, rank: int, pid: int, host: str = "") -> None:
     (run / "status" / f"rank_{rank}.json").write_text(json.dumps(fields | stamp))
 
 
+def is_stopped(pid: int) -> bool:
+    return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+
+
 def test_stacks_of_live_stopped_and_ended_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     process = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE)
     assert process.stdout is not None and process.stdout.readline() == b"ready\n"
@@ -48,10 +53,10 @@ def test_stacks_of_live_stopped_and_ended_processes(tmp_path: Path, capsys: pyte
             assert [line.split()[-1] for line in lines] == ["somewhere", "<module>"], "each time only the new ones"
             assert second.splitlines()[1] == stacks.GONE
         process.send_signal(signal.SIGSTOP)
-        time.sleep(0.1)
+        until(lambda: is_stopped(process.pid), "the stop")
         stacks.main([str(tmp_path), "--rank", "0"])
         assert "in somewhere" in capsys.readouterr().out
-        assert psutil.Process(process.pid).status() == psutil.STATUS_STOPPED
+        until(lambda: is_stopped(process.pid), "the stop after the answer")
         assert other.poll() is None
     finally:
         for each in (process, other):

@@ -88,18 +88,20 @@ def test_a_bar_that_is_drawn_often_is_seen_while_it_grows() -> None:
     """tqdm draws every 0.1 s, without the end of a line."""
     program = """
 import os, time
+from rl.common.waiting import wait_until_readable
 from rl.watch.tee import start_tee
 start_tee()
-for number in range(20):
-    os.write(2, b"\\r%d of 20" % number)
-    time.sleep(0.1)
-print("done", flush=True)
+for number in range(200):
+    os.write(2, b"\\r%d of 200" % number)
+    if wait_until_readable([0], 0.1):
+        break
 """
-    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    process = subprocess.Popen([sys.executable, "-c", program], **pipes)
     assert process.stderr is not None
     first = os.read(process.stderr.fileno(), 1 << 16)
-    assert first.startswith(b"\r0 of 20") and b"19 of 20" not in first
-    process.communicate(timeout=30)
+    assert first.startswith(b"\r0 of 200") and b"199 of 200" not in first
+    process.communicate(b"seen", timeout=30)
 
 
 @pytest.mark.parametrize("before", ["\\rstep 1", "done\\n"])
@@ -110,13 +112,16 @@ import os, sys, time
 from rl.watch.tee import start_tee
 start_tee()
 os.write(1, b"{before}")
-time.sleep(0.5)
+input()
 os.write(2, b"oneworld: stopped\\n")
 """
     ours, theirs = pty.openpty()
-    process = subprocess.Popen([sys.executable, "-c", program], stdout=theirs, stderr=theirs)
+    process = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=theirs, stderr=theirs)
     os.close(theirs)
-    shown = b""
+    shown = os.read(ours, 1 << 16)
+    assert process.stdin is not None
+    process.stdin.write(b"seen\n")
+    process.stdin.close()
     with suppress(OSError):  # the end of a pseudo-terminal
         while part := os.read(ours, 1 << 16):
             shown += part
@@ -222,8 +227,9 @@ def test_lines_of_two_processes_do_not_mix() -> None:
     """Python may write a line and its end separately (python -u), and torchrun starts ranks this way."""
     program = """
 import os, sys, time
-from rl.watch.tee import start_tee
-start_tee()
+from rl.watch import tee
+tee.HOLD_S = 30.0  # however busy this machine is
+tee.start_tee()
 for number in range(200):
     os.write(1, f"{sys.argv[1]} {number} end".encode())
     time.sleep(0.001)

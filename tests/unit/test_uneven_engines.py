@@ -8,8 +8,9 @@ import pytest
 
 from rl.data.prompts import Prompt
 from rl.rollout.dispatch import MAX_IDLE, Dispatcher, NewTasks, Pull, Sampling, Task
+from rl.rollout.meter import EngineMeter, EngineStep
 from rl.rollout.shares import divide, share_by_speed
-from rl.rollout.speeds import EngineSpeeds, StepTimer
+from rl.rollout.speeds import EngineSpeeds
 from rl.world.messages import Letter
 
 NUM_SAMPLES, SLOTS = 8, 8  # responses of a group, groups of an engine at once
@@ -44,7 +45,7 @@ class Cluster:
     def __init__(self, speeds: list[float], stated: dict[int, float] | None = None):
         self.speeds, self._mail = dict(enumerate(speeds)), FakeMail()
         self.dispatcher = Dispatcher(self._mail, [*self.speeds], stated)  # type: ignore[arg-type]
-        self._timers = {engine: StepTimer() for engine in self.speeds}
+        self._meters = {engine: EngineMeter() for engine in self.speeds}
         self._running: dict[int, list[list[int]]] = {engine: [] for engine in self.speeds}  # lengths left, by group
         self._new: dict[int, list[list[int]]] = {engine: [] for engine in self.speeds}  # they join the next step
         self._step_ends: list[tuple[float, int]] = []  # of the engines that are in a step; a heap
@@ -53,7 +54,7 @@ class Cluster:
 
     def _pull(self, engine: int) -> None:
         held = len(self._running[engine]) + len(self._new[engine])
-        self._mail.pull(Letter(engine, Pull(SLOTS - held, held, self._timers[engine].take())))
+        self._mail.pull(Letter(engine, Pull(SLOTS - held, held, self._meters[engine].take_times())))
 
     def sample(self, num_groups: int) -> Round:
         """Run a round, and return when its last response ended."""
@@ -79,7 +80,7 @@ class Cluster:
         if num_sequences := sum(map(len, self._running[engine])):
             share = num_sequences / (SLOTS * NUM_SAMPLES)
             seconds = FULL_STEP_S * (1 - SEQUENCE_PART + SEQUENCE_PART * share) / self.speeds[engine]
-            self._timers[engine].add(num_sequences, seconds)
+            self._meters[engine].add(EngineStep(num_sequences, seconds, seconds, is_decode=True))
             heapq.heappush(self._step_ends, (now + seconds, engine))
 
     def _end_step(self, engine: int, now: float) -> None:

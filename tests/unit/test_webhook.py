@@ -10,7 +10,7 @@ from rl.common.credentials import hide_credentials, without_credentials
 from rl.common.text import format_duration
 from rl.watch.webhook import VARIABLE, Ending, Webhook, post
 
-ENDING = Ending("demo", "failed", 12, 4000.0, "rank 1 ran out of memory", 0.25, 0.5)
+ENDING = Ending("demo", "failed", 12, 4000.0, "rank 1 ran out of memory", 0.25, 0.5, "demo-1a2b3c4d")
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_the_body_and_a_refusal() -> None:
     (body,) = bodies
     assert body == {
         **{"text": f"oneworld: {ENDING.text}", "run": "demo", "status": "failed", "step": 12, "duration_s": 4000.0},
-        **{"reason": "rank 1 ran out of memory", "reward_first": 0.25, "reward_last": 0.5},
+        **{"reason": "rank 1 ran out of memory", "reward_first": 0.25, "reward_last": 0.5, "id": "demo-1a2b3c4d"},
     }
 
 

@@ -1,7 +1,8 @@
 """A report of one or several runs, as one HTML file or as Markdown with PNGs. tools/report.py is the program.
 
     read.py      what a run's folder has: rows, events, the record, responses of evaluations
-    series.py    curves of metrics: smoothing, and thinning of long runs
+    summary.py   what is kept of the rows, which are read one by one
+    series.py    curves of metrics: smoothing, and thinning of long runs; sums for bars
     charts.py    charts of curves, times, events and evaluations, as Vega-Lite specifications by altair
     responses.py responses to the same prompts, early and late in training
     build.py     the page: its sections, with tables and texts

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from statistics import fmean, median
 from typing import Any
 
@@ -21,34 +21,59 @@ from rl.report.page.charts import (
     stage_chart,
 )
 from rl.report.page.parts import Block, Chart, Page, Paragraph, Section, Table
-from rl.report.page.read import RunData, is_number
+from rl.report.page.read import RunData
 from rl.report.page.responses import compare_responses
+from rl.report.page.series import MAX_POINTS
+from rl.report.page.summary import EVALUATION
 
 # The metrics that are shown at once, by section. All others are shown on demand, in the section of their prefix.
-LEARNING = ["reward/mean", "reward/std", "reward/no_signal", "policy/entropy", "policy/kl_old_new", "loss/kl"]
+REWARD = "reward/mean"  # beside the summary
+LEARNING = ["reward/std", "reward/no_signal", "policy/entropy", "policy/kl_old_new", "loss/kl"]
 LEARNING += ["policy/clip_fraction", "policy/mismatch_kl", "optim/grad_norm", "critic/explained_variance"]
 GENERATION = ["rollout/length_mean", "rollout/truncated", "perf/tokens_per_s", "rollout/lag_mean"]
 SYSTEM = ["time/step", "perf/mfu"]
+AT_ONCE = (REWARD, *LEARNING, *GENERATION, *SYSTEM)
 PREFIXES: dict[str, tuple[str, ...]] = {
     "Learning": ("reward/", "loss/", "policy/", "optim/", "critic/", "environment/", "health/")
 }
 PREFIXES |= {"Generation": ("rollout/",), "Time": ("time/", "perf/", "gpu/", "host/")}
-LENGTHS = "rollout/lengths"  # a histogram
-NUM_ENDS = 5  # steps at the beginning and at the end whose mean reward is compared
+HEADLINE, MAX_HEADLINES = "/avg@", 3  # estimates beside the summary
 RUNNING_S = 600.0  # without an end and without news for longer, a run does not count as running
 MAX_EVENTS = 60  # in the table
+# Points of all curves that are shown at once, and of those that are shown on demand. They bound the size of the page.
+MAX_AT_ONCE, MAX_ON_DEMAND, MIN_POINTS = 24_000, 64_000, 16
 NOT_RECORDED = "not recorded"
 
 
-def build_page(runs: Sequence[RunData], window: int = 0, num_prompts: int = 4) -> Page:
-    """Build the page. `window`: see `make_curve`. `num_prompts` is the number of prompts per set with responses."""
+@dataclass(frozen=True)
+class Resolution:
+    """The most points of a curve on the page."""
+
+    at_once: int
+    on_demand: int
+
+
+def choose_resolution(runs: Sequence[RunData]) -> Resolution:
+    """Divide the points of a page by the number of its curves."""
+    names = [name for run in runs for name in run.metrics()]
+    num_at_once = sum(name in AT_ONCE or name in run.rows.estimates for run in runs for name in run.metrics())
+
+    def divide(most: int, num_curves: int) -> int:
+        return max(MIN_POINTS, min(MAX_POINTS, most // max(1, num_curves)))
+
+    return Resolution(divide(MAX_AT_ONCE, num_at_once), divide(MAX_ON_DEMAND, len(names) - num_at_once))
+
+
+def build_page(runs: Sequence[RunData], num_prompts: int = 4) -> Page:
+    """Build the page. `num_prompts` is the number of prompts per set with responses."""
     title = f"Report of {', '.join(run.name for run in runs)}"
+    resolution = choose_resolution(runs)
     sections = [
-        _summarize(runs),
-        _show_evaluations(runs),
-        _show_curves("Learning", LEARNING, runs, window),
-        _show_curves("Generation", GENERATION, runs, window, _length_charts(runs)),
-        _show_curves("Time", SYSTEM, runs, window, _show_time(runs)),
+        _summarize(runs, resolution),
+        _show_curves("Learning", LEARNING, runs, resolution),
+        _show_evaluations(runs, resolution),
+        _show_curves("Generation", GENERATION, runs, resolution, _length_charts(runs)),
+        _show_curves("Time", SYSTEM, runs, resolution, _show_time(runs)),
         _show_events(runs),
         _show_samples(runs, num_prompts),
         _show_settings(runs),
@@ -71,28 +96,40 @@ def _by_run(runs: Sequence[RunData], rows: dict[str, Callable[[RunData], str]]) 
 # Summary
 
 
-def _summarize(runs: Sequence[RunData]) -> Section:
-    rows: dict[str, Callable[[RunData], str]] = {
+def _summarize(runs: Sequence[RunData], resolution: Resolution) -> Section:
+    """Return how the runs went: the main numbers and curves, so that a reader sees at once whether a run learns."""
+    main: dict[str, Callable[[RunData], str]] = {
         "state": describe_state,
         "steps": _describe_steps,
-        "reward": lambda run: _describe_ends(run, "reward/mean"),
+        "reward": lambda run: _describe_ends(run, REWARD),
         "accuracy": _describe_accuracy,
+    }
+    others: dict[str, Callable[[RunData], str]] = {
         "started": _describe_start,
         "took": _describe_duration,
         "attempts": lambda run: _count_events(run, ("start", "resume")),
         "warnings": lambda run: _count_events(run, ("warning",)),
-        "tokens sampled": lambda run: f"{sum(value for _, value in run.values('rollout/tokens')):,.0f}",
+        "tokens sampled": _describe_tokens,
         "tokens/s": lambda run: _describe_median(run, "perf/tokens_per_s", "{:,.0f} in the median step"),
         "step": lambda run: _describe_median(run, "time/step", "{:.3g} s in the median"),
         "model": lambda run: str(run.record.config.get("model", {}).get("path", "")) if run.record else "",
         "ranks": lambda run: run.record.placement if run.record else "",
     }
-    blocks: list[Block] = [_by_run(runs, rows)]
+    blocks: list[Block] = [_by_run(runs, main)]
     for run in runs:
         if run.is_cut:
             text = f"The last line of {run.name} is incomplete and was left out: the run is writing it, or was killed."
             blocks.append(Paragraph(text))
-    return Section("Summary", blocks)
+    if reward := curve_chart(REWARD, runs, resolution.at_once):
+        blocks.append(replace(reward, caption=_describe_reward(runs)))
+    blocks += _charts(evaluation_chart(name, runs, resolution.at_once) for name in _headlines(runs))
+    return Section("Summary", [*blocks, _by_run(runs, others)])
+
+
+def _describe_reward(runs: Sequence[RunData]) -> str:
+    windows = {run.rows.curves[REWARD].window for run in runs if REWARD in run.rows.curves} - {1}
+    mean = f" The strong line is the mean of the last {windows.pop()} steps." if len(windows) == 1 else ""
+    return f"Mean reward of the responses that each step trained on.{mean}"
 
 
 def describe_state(run: RunData, now: float | None = None) -> str:
@@ -103,35 +140,36 @@ def describe_state(run: RunData, now: float | None = None) -> str:
         return "done"
     if last is not None and last.kind in ("fault", "stop"):
         return f"{'failed' if last.kind == 'fault' else 'stopped'}: {last.text}"
-    news = [event.at for event in run.events] + [row["at"] for row in run.rows if "at" in row]
-    if not news:
+    if run.last_news_at is None:
         return NOT_RECORDED
-    if now - max(news) < RUNNING_S:
+    if now - run.last_news_at < RUNNING_S:
         return "running when this report was written"
     return "no end was recorded: it was killed, or its node was lost"
 
 
 def _describe_steps(run: RunData) -> str:
-    last = run.rows[-1]["step"]
     whole = run.record.config.get("train", {}).get("num_steps") if run.record else 0
-    return f"{last} of {whole}" if whole else str(last)
+    return f"{run.rows.last_step} of {whole}" if whole else str(run.rows.last_step)
 
 
 def _describe_ends(run: RunData, name: str) -> str:
-    values = [value for _, value in run.values(name)]
-    if not values:
+    if name not in run.rows.curves:
         return ""
-    num = min(NUM_ENDS, len(values))
-    means = f"{fmean(values[:num]):.3g} -> {fmean(values[-num:]):.3g}"
-    return f"{means} (means of the first and the last {count_of(num, 'step')})"
+    curve = run.rows.curves[name]
+    means = f"{fmean(curve.first):.3g} -> {fmean(curve.last):.3g}"
+    return f"{means} (means of the first and the last {count_of(len(curve.first), 'step')})"
 
 
 def _describe_accuracy(run: RunData) -> str:
-    points = run.values("eval/accuracy")
-    if not points:
+    if "eval/accuracy" not in run.rows.curves:
         return ""
-    best = max(points, key=lambda point: point[1])
-    return f"{points[0][1]:.3g} -> {points[-1][1]:.3g}, best {best[1]:.3g} (step {best[0]})"
+    points = run.rows.curves["eval/accuracy"].points()
+    best = max(points, key=lambda point: point.value)
+    return f"{points[0].value:.3g} -> {points[-1].value:.3g}, best {best.value:.3g} (step {best.step})"
+
+
+def _describe_tokens(run: RunData) -> str:
+    return f"{run.rows.curves['rollout/tokens'].total:,.0f}" if "rollout/tokens" in run.rows.curves else ""
 
 
 def _describe_start(run: RunData) -> str:
@@ -139,8 +177,8 @@ def _describe_start(run: RunData) -> str:
 
 
 def _describe_duration(run: RunData) -> str:
-    times = [event.at for event in run.events] + [row["at"] for row in run.rows if "at" in row]
-    return format_seconds(max(times) - min(times)) if times else NOT_RECORDED
+    began, ended = run.began_at, run.last_news_at
+    return NOT_RECORDED if began is None or ended is None else format_seconds(ended - began)
 
 
 def format_seconds(seconds: float) -> str:
@@ -156,61 +194,71 @@ def _count_events(run: RunData, kinds: Sequence[str]) -> str:
 
 
 def _describe_median(run: RunData, name: str, text: str) -> str:
-    values = [value for _, value in run.values(name)]
+    values = run.rows.medians[name]
     return text.format(median(values)) if values else ""
 
 
 # Evaluation and curves
 
 
-def _show_evaluations(runs: Sequence[RunData]) -> Section:
-    names = dict.fromkeys(name for run in runs for name in run.metrics() if name.startswith("eval/"))
-    measured = [name for name in names if f"{name}_low" in names and f"{name}_high" in names]
-    if not measured:
-        return Section("Evaluation", [])
+def _measured(runs: Sequence[RunData]) -> list[str]:
+    """Return the metrics of evaluations that have a 95 % interval, in the order of their first appearance."""
+    names = dict.fromkeys(name for run in runs for name in run.metrics() if name.startswith(EVALUATION))
+    return [name for name in names if f"{name}_low" in names and f"{name}_high" in names]
+
+
+def _headlines(runs: Sequence[RunData]) -> list[str]:
+    return [name for name in _measured(runs) if HEADLINE in name][:MAX_HEADLINES]
+
+
+def _show_evaluations(runs: Sequence[RunData], resolution: Resolution) -> Section:
+    names = dict.fromkeys(name for run in runs for name in run.metrics() if name.startswith(EVALUATION))
+    measured = _measured(runs)
     rows = []
     for run in runs:
-        for row in run.rows:
-            if any(is_number(row.get(name)) for name in measured):
-                first = f"{run.name}, {row['step']}" if len(runs) > 1 else str(row["step"])
-                rows.append([first, *(_describe_estimate(row, name) for name in measured)])
-    head = ["run, step" if len(runs) > 1 else "step", *(name.removeprefix("eval/") for name in measured)]
-    table = Table(head, rows, "With the bounds of the 95 % interval over prompts.")
+        for row in (row for row in run.rows.evaluations if any(name in row for name in measured)):
+            first = f"{run.name}, {row['step']}" if len(runs) > 1 else str(row["step"])
+            rows.append([first, *(_describe_estimate(row, name) for name in measured)])
+    head = ["run, step" if len(runs) > 1 else "step", *(name.removeprefix(EVALUATION) for name in measured)]
+    hidden = sum(run.rows.num_evaluations - len(run.rows.evaluations) for run in runs)
+    caption = "With the bounds of the 95 % interval over prompts."
+    caption += f" {count_of(hidden, 'evaluation')} between the first and the last not shown." if hidden else ""
     bounds = {f"{name}{end}" for name in measured for end in ("_low", "_high")}
     others = [name for name in names if name not in bounds and name not in measured]
-    blocks: list[Block] = [*_charts(evaluation_chart(name, runs) for name in measured), table]
-    return Section("Evaluation", blocks, _charts(curve_chart(name, runs, 1) for name in others))
+    shown = [name for name in measured if name not in _headlines(runs)]
+    charts = _charts(evaluation_chart(name, runs, resolution.at_once) for name in shown)
+    further = _charts(curve_chart(name, runs, resolution.on_demand) for name in others)
+    return Section("Evaluation", [*charts, *([Table(head, rows, caption)] if rows else [])], further)
 
 
 def _describe_estimate(row: dict[str, Any], name: str) -> str:
-    if not is_number(row.get(name)):
+    if name not in row:
         return ""
     low, high = row.get(f"{name}_low"), row.get(f"{name}_high")
-    interval = f" ({low:.4g} to {high:.4g})" if is_number(low) and is_number(high) else ""
+    interval = "" if low is None or high is None else f" ({low:.4g} to {high:.4g})"
     return f"{row[name]:.4g}{interval}"
 
 
 def _show_curves(
-    title: str, main: Sequence[str], runs: Sequence[RunData], window: int, others: Sequence[Block] = ()
+    title: str, main: Sequence[str], runs: Sequence[RunData], resolution: Resolution, others: Sequence[Block] = ()
 ) -> Section:
     """Return a section with the curves of its main metrics, and those of its prefixes on demand."""
     names = sorted({name for run in runs for name in run.metrics()})
     # A part of the reward stands beside the reward, and metrics of any other prefix belong to the last section.
     known = tuple(prefix for prefixes in PREFIXES.values() for prefix in prefixes)
-    shown_elsewhere = {*LEARNING, *GENERATION, *SYSTEM} - {*main}
     further = [
         name
         for name in names
-        if (name.startswith(PREFIXES[title]) or (title == "Time" and not name.startswith((*known, "eval/"))))
-        and name not in main
-        and name not in shown_elsewhere
+        if (name.startswith(PREFIXES[title]) or (title == "Time" and not name.startswith((*known, EVALUATION))))
+        and name not in AT_ONCE
     ]
-    charts = _charts(curve_chart(name, runs, window) for name in main)
-    return Section(title, [*others, *charts], _charts(curve_chart(name, runs, window) for name in further))
+    charts = _charts(curve_chart(name, runs, resolution.at_once) for name in main)
+    on_demand = _charts(curve_chart(name, runs, resolution.on_demand) for name in further)
+    return Section(title, [*others, *charts], on_demand)
 
 
 def _length_charts(runs: Sequence[RunData]) -> list[Chart]:
-    return _charts(length_chart(run, LENGTHS, _title_of("Lengths of responses", run, runs)) for run in runs)
+    return _charts(length_chart(run, _title_of("Lengths of responses", run, runs)) for run in runs)
 
 
 def _title_of(title: str, run: RunData, runs: Sequence[RunData]) -> str:
@@ -222,8 +270,7 @@ def _title_of(title: str, run: RunData, runs: Sequence[RunData]) -> str:
 
 def _show_time(runs: Sequence[RunData]) -> list[Block]:
     charts = [*(stage_chart(run, _title_of("Seconds of each stage", run, runs)) for run in runs), role_chart(runs)]
-    means = {run.name: [row for row in run.rows if is_number(row.get("time/step"))] for run in runs}
-    stages = {name: mean_stages(rows) for name, rows in means.items() if rows}
+    stages = {run.name: mean_stages(run.rows.stages.bars) for run in runs if run.rows.stages.bars}
     names = dict.fromkeys(stage for found in stages.values() for stage in found)
     rows = []
     for stage in names:
@@ -242,8 +289,8 @@ def _show_events(runs: Sequence[RunData]) -> Section:
     rows = []
     events = sorted(((event, run) for run in runs for event in run.events), key=lambda pair: pair[0].at)
     rare = [pair for pair in events if pair[0].kind not in FREQUENT]
-    frequent = [pair for pair in events if pair[0].kind == "warning"]
-    shown = [pair for pair in events if pair in rare[-MAX_EVENTS:] or pair in frequent[-MAX_EVENTS:]]
+    warnings = [pair for pair in events if pair[0].kind == "warning"]
+    shown = sorted([*rare[-MAX_EVENTS:], *warnings[-MAX_EVENTS:]], key=lambda pair: pair[0].at)
     for event, run in shown:
         rows.append(
             [*([run.name] if len(runs) > 1 else []), _since(event, run), str(event.step), event.kind, event.text]
@@ -253,7 +300,7 @@ def _show_events(runs: Sequence[RunData]) -> Section:
     head = [*(["run"] if len(runs) > 1 else []), "after", "step", "event", "text"]
     num = {kind: sum(event.kind == kind for event, _ in events) for kind in ("checkpoint", "evaluation")}
     caption = f"Besides {count_of(num['checkpoint'], 'checkpoint')} and {count_of(num['evaluation'], 'evaluation')}."
-    hidden = len(rare) + len(frequent) - len(shown)
+    hidden = len(rare) + len(warnings) - len(shown)
     caption += f" {count_of(hidden, 'older event')} not shown." if hidden else ""
     return Section("Events", [*charts, Table(head, rows, caption)])
 
@@ -290,11 +337,18 @@ def _show_settings(runs: Sequence[RunData]) -> Section:
         found, what = find_differences(configs) if configs else {}, "Settings that differ between the runs."
         head = ["setting", *(run.name for run in recorded)]
     if found:
-        rows = [[name, *("" if value is None else str(value) for value in values)] for name, values in found.items()]
+        rows = [[name, *map(_describe_value, values)] for name, values in found.items()]
         blocks.append(Table(head, rows, what))
     elif configs:
         blocks.append(Paragraph("No setting differs."))
     return Section("Settings", blocks)
+
+
+def _describe_value(value: Any) -> str:
+    """Return a setting as a user writes it."""
+    if isinstance(value, dict):
+        return ", ".join(f"{key}: {_describe_value(part)}" for key, part in value.items())
+    return "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _show_environment(runs: Sequence[RunData]) -> Section:

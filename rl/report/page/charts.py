@@ -4,84 +4,95 @@ A chart has its own data, under the name `rows`. Colors suit a light and a dark 
 """
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, Literal
 
 import altair as alt
 
-from rl.common.events import FREQUENT, KINDS
+from rl.common.events import FREQUENT, KINDS, Event
+from rl.common.text import count_of
 from rl.report.accounting import BUSY, WAIT
 from rl.report.page.parts import Chart
-from rl.report.page.read import RunData, is_number
-from rl.report.page.series import MAX_POINTS, CurvePoint, make_curve, thin
+from rl.report.page.read import RunData
+from rl.report.page.series import MAX_POINTS, StepSum, thin
+from rl.report.page.summary import STAGES, STEP_SECONDS
 
 ROWS = "rows"  # name of the data in every chart
 RUN_COLORS = ["#3b8bd0", "#e0782f", "#2aa584", "#c765b4", "#b59a1c", "#7d72d6", "#d2515f", "#6b9a3a"]
 EVENT_COLORS = {"start": "#2aa584", "resume": "#2aa584", "checkpoint": "#3b8bd0", "evaluation": "#7d72d6"}
 EVENT_COLORS |= {"warning": "#b59a1c", "fault": "#d2515f", "stop": "#e0782f", "end": "#808080"}
-# The stages of a step, and those after it. Others belong to the start of an attempt, and are not drawn.
-STAGES = ["rollout", "logprobs", "advantages", "update", "sync", "handover", "evaluate", "checkpoint", "other"]
 STAGE_COLORS = [*RUN_COLORS, "#909090"]
 OUTSIDE_STEP = ("evaluate", "checkpoint")  # stages that time/step does not include
-HEIGHT, SMALL_HEIGHT = 220, 160
-MAX_BARS = 60
+HEIGHT = 220
+MAX_EVENTS = 100  # of a kind and run in a chart
+MAX_TEXT = 160  # characters of an event's text in a chart
 FEW_POINTS = 40  # curves with so few points show each of them
 UNITS = [(120.0, 1.0, "seconds"), (7200.0, 60.0, "minutes"), (172_800.0, 3600.0, "hours")]  # limit, seconds, name
 DAY_S = 86_400.0
 
 
-def curve_chart(name: str, runs: Sequence[RunData], window: int = 0) -> Chart | None:
-    """Draw a metric by step: the running mean of each run, with the exact values faint. None: no run has it."""
-    curves = {run.name: make_curve(run.values(name), window) for run in runs}
-    rows = [{"run": run, **point._asdict()} for run, curve in curves.items() for point in curve]
-    if not rows:
+def curve_chart(name: str, runs: Sequence[RunData], max_points: int = MAX_POINTS) -> Chart | None:
+    """Draw a metric by step: the running mean of each run, with the exact values faint. Each run has at most
+    `max_points` points. None: no run has the metric."""
+    found = [(run.name, run.rows.curves[name].points(max_points)) for run in runs if name in run.rows.curves]
+    if not found:
         return None
-    is_smoothed = any(point.mean != point.value for curve in curves.values() for point in curve)
-    shows_points = max(len(curve) for curve in curves.values()) <= FEW_POINTS
-    base = alt.Chart(alt.NamedData(ROWS)).encode(x=_by_step(), color=_by_run(runs))
+    is_smoothed = any(point.mean != point.value for _, curve in found for point in curve)
+    shows_points = max(len(curve) for _, curve in found) <= FEW_POINTS
+    rows: list[dict[str, Any]] = [
+        {"run": run, "step": step, "value": value} | ({"mean": float(f"{mean:.6g}")} if is_smoothed else {})
+        for run, curve in found
+        for step, value, mean in curve
+    ]
+    spec = _curve_spec(tuple(run.name for run in runs), is_smoothed, shows_points)
+    return Chart(name, spec | {"datasets": {ROWS: rows}})
+
+
+@cache  # altair takes long to check a specification, and those of most metrics are equal
+def _curve_spec(names: tuple[str, ...], is_smoothed: bool, shows_points: bool) -> dict[str, Any]:
+    base = alt.Chart(alt.NamedData(ROWS)).encode(x=_by_step(), color=_by_run(names))
     # A missing `point` is off, and the title of the axis would repeat that of the chart.
     points = alt.OverlayMarkDef(size=22) if shows_points else False
     y = alt.Y("value:Q", title=None, scale=alt.Scale(zero=False), axis=_numbers())
     layers = [base.mark_line(opacity=0.35 if is_smoothed else 1.0, strokeWidth=1.5, point=points).encode(y=y)]
     if is_smoothed:
         layers.append(base.mark_line(strokeWidth=2.5).encode(y=alt.Y("mean:Q")))
-    tooltip = [alt.Tooltip("run:N"), alt.Tooltip("step:Q"), alt.Tooltip("value:Q"), alt.Tooltip("mean:Q")]
+    fields = ("run:N", "step:Q", "value:Q", *(["mean:Q"] if is_smoothed else []))
+    tooltip = [alt.Tooltip(field) for field in fields]
     layers.append(base.mark_circle(opacity=0, size=120).encode(y=alt.Y("value:Q"), tooltip=tooltip))
-    return Chart(name, _finish(alt.layer(*layers), rows))
+    return _finish(alt.layer(*layers), [])
 
 
-def evaluation_chart(name: str, runs: Sequence[RunData]) -> Chart | None:
+def evaluation_chart(name: str, runs: Sequence[RunData], max_points: int = MAX_POINTS) -> Chart | None:
     """Draw a metric of evaluations with its 95 % interval. None: no run has it."""
     rows = []
     for run in runs:
-        for row in run.rows:
-            low, high = row.get(f"{name}_low"), row.get(f"{name}_high")
-            if is_number(row.get(name)) and is_number(low) and is_number(high):
-                rows.append({"run": run.name, "step": row["step"], "value": row[name], "low": low, "high": high})
+        if name in run.rows.estimates:
+            for step, value, low, high in thin(run.rows.estimates[name].points(), max_points).tolist():
+                rows.append({"run": run.name, "step": int(step), "value": value, "low": low, "high": high})
     if not rows:
         return None
-    base = alt.Chart(alt.NamedData(ROWS)).encode(x=_by_step(), color=_by_run(runs))
+    base = alt.Chart(alt.NamedData(ROWS)).encode(x=_by_step(), color=_by_run([run.name for run in runs]))
     tooltip = [alt.Tooltip(f"{field}") for field in ("run:N", "step:Q", "value:Q", "low:Q", "high:Q")]
     y = alt.Y("low:Q", title=None, scale=alt.Scale(zero=False), axis=_numbers())
     band = base.mark_area(opacity=0.18).encode(y=y, y2="high:Q")
     bars = base.mark_rule(opacity=0.6).encode(y="low:Q", y2="high:Q")
     line = base.mark_line(strokeWidth=2.5).encode(y="value:Q")
     points = base.mark_circle(size=50, opacity=1).encode(y="value:Q", tooltip=tooltip)
-    caption = "The band is the 95 % interval over prompts."
+    caption = "On held-out prompts. The band is the 95 % interval over prompts."
     return Chart(name.removeprefix("eval/"), _finish(alt.layer(band, bars, line, points), rows), caption)
 
 
 def stage_chart(run: RunData, title: str) -> Chart | None:
     """Draw the seconds of each stage, stacked, by step. Long runs have one bar for several steps, with their mean."""
-    steps = [row for row in run.rows if is_number(row.get("time/step"))]
-    if not steps:
-        return None
-    num_bars = min(MAX_BARS, len(steps))
+    bars = run.rows.stages.bars
     rows: list[dict[str, Any]] = []
-    for index in range(num_bars):
-        part = steps[index * len(steps) // num_bars : (index + 1) * len(steps) // num_bars]
-        for order, (stage, seconds) in enumerate(mean_stages(part).items()):
-            place = {"step": part[0]["step"], "last": part[-1]["step"], "order": order}
+    for bar in bars:
+        for order, (stage, seconds) in enumerate(mean_stages([bar]).items()):
+            place = {"step": bar.first, "last": bar.last, "order": order}
             rows.append(place | {"stage": stage, "seconds": seconds})
+    if not rows:
+        return None
     used = [stage for stage in STAGES if any(row["stage"] == stage for row in rows)]
     scale = alt.Scale(domain=used, range=[STAGE_COLORS[STAGES.index(stage)] for stage in used])
     axis = alt.Axis(labelOverlap="greedy", labelAngle=0)
@@ -96,17 +107,18 @@ def stage_chart(run: RunData, title: str) -> Chart | None:
             tooltip=[alt.Tooltip("stage:N"), alt.Tooltip("step:Q"), alt.Tooltip("last:Q"), alt.Tooltip("seconds:Q")],
         )
     )
-    per_bar = -(-len(steps) // num_bars)
+    per_bar = run.rows.stages.num_steps
     caption = f"Each bar is the mean of up to {per_bar} steps." if per_bar > 1 else ""
     return Chart(title, _finish(chart, rows), caption)
 
 
-def mean_stages(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the mean seconds per step of each stage, and the rest of the step as `other`."""
-    names = [stage for stage in STAGES if any(f"time/{stage}" in row for row in rows)]
-    found = {stage: sum(row.get(f"time/{stage}") or 0.0 for row in rows) / len(rows) for stage in names}
+def mean_stages(bars: Sequence[StepSum]) -> dict[str, float]:
+    """Return the mean seconds per step of each stage, and the rest of the step as `other`. There is at least a bar."""
+    num_steps = sum(bar.num_steps for bar in bars)
+    names = [stage for stage in STAGES if any(f"time/{stage}" in bar.sums for bar in bars)]
+    found = {stage: sum(bar.sums[f"time/{stage}"] for bar in bars) / num_steps for stage in names}
     inside = sum(seconds for stage, seconds in found.items() if stage not in OUTSIDE_STEP)
-    return found | {"other": max(0.0, sum(row["time/step"] for row in rows) / len(rows) - inside)}
+    return found | {"other": max(0.0, sum(bar.sums[STEP_SECONDS] for bar in bars) / num_steps - inside)}
 
 
 def role_chart(runs: Sequence[RunData]) -> Chart | None:
@@ -139,19 +151,15 @@ def role_chart(runs: Sequence[RunData]) -> Chart | None:
 
 def mean_shares(run: RunData) -> dict[str, dict[str, float]]:
     """Return the share of time that the ranks of each role are busy, or wait, by what they wait for."""
-    steps = [row for row in run.rows if is_number(row.get("time/step"))]
-    whole = sum(row["time/step"] for row in steps)
+    whole = run.rows.curves[STEP_SECONDS].total if STEP_SECONDS in run.rows.curves else 0.0
     found: dict[str, dict[str, float]] = {}
-    for name in run.metrics():
+    for name, weighted in run.rows.weighted.items():
         if name.startswith(f"{BUSY}/"):
             role, part = name.removeprefix(f"{BUSY}/"), "busy"
-        elif name.startswith(f"{WAIT}/"):
+        else:
             role, _, awaited = name.removeprefix(f"{WAIT}/").partition("/")
             part = f"waits for {awaited}"
-        else:
-            continue
-        share = sum((row.get(name) or 0.0) * row["time/step"] for row in steps) / whole if whole else 0.0
-        found.setdefault(role, {})[part] = share
+        found.setdefault(role, {})[part] = weighted / whole if whole else 0.0
     return found
 
 
@@ -163,17 +171,15 @@ def progress_chart(runs: Sequence[RunData]) -> Chart | None:
         if began is None:
             continue
         rare = [event for event in run.events if event.kind not in FREQUENT]
-        reached = [(row["at"], row["step"]) for row in run.rows if is_number(row.get("at"))]
         starts = [event.at for event in rare if event.kind in ("start", "resume")]
-        points = thin([CurvePoint(step, at, at) for at, step in reached], MAX_POINTS)
-        points += [CurvePoint(event.step, event.at, event.at) for event in rare]
-        for step, at, _ in sorted(points, key=lambda point: point.value):
+        points = [(at, int(step)) for step, at in run.rows.progress.points().tolist()]
+        points += [(event.at, event.step) for event in rare]
+        for at, step in sorted(points):
             attempt = sum(start <= at for start in starts)
             curves.append({"run": run.name, "attempt": attempt, "elapsed": at - began, "step": step})
-        for event in run.events:
+        for event in choose_events(run.events):
             if event.kind not in ("checkpoint", "evaluation"):
-                mark = {"run": run.name, "elapsed": event.at - began, "step": event.step}
-                marks.append(mark | {"kind": event.kind, "text": event.text})
+                marks.append({"run": run.name, "elapsed": event.at - began} | _describe_event(event))
     rows: list[dict[str, Any]] = [row | {"part": "line"} for row in curves] + [row | {"part": "event"} for row in marks]
     if not rows:
         return None
@@ -181,12 +187,15 @@ def progress_chart(runs: Sequence[RunData]) -> Chart | None:
     base = alt.Chart(alt.NamedData(ROWS)).encode(x=_by_time(unit), y=alt.Y("step:Q", title="step"))
     # Lines connect points by time, because the step need not increase.
     line = base.transform_filter("datum.part === 'line'").mark_line(strokeWidth=2)
-    line = line.encode(color=_by_run(runs), order=alt.Order("elapsed:Q"), detail=alt.Detail("attempt:N"))
+    color = _by_run([run.name for run in runs])
+    line = line.encode(color=color, order=alt.Order("elapsed:Q"), detail=alt.Detail("attempt:N"))
     mark = base.transform_filter("datum.part === 'event'").mark_point(filled=True, size=70, opacity=1)
     tooltip = [alt.Tooltip(field) for field in ("run:N", "kind:N", "step:Q", "elapsed:Q", "text:N")]
     layers = alt.layer(line, mark.encode(color=_by_kind(rows), shape=_shape(rows), tooltip=tooltip))
     layers = layers.resolve_scale(color="independent")
-    return Chart("Steps by time", _finish(layers, rows), "A restart goes back to the step of the last checkpoint.")
+    resumed = any(row.get("kind") == "resume" for row in rows)
+    caption = "A restart goes back to the step of the last checkpoint." if resumed else ""
+    return Chart("Steps by time", _finish(layers, rows), caption)
 
 
 def event_chart(runs: Sequence[RunData]) -> Chart | None:
@@ -194,10 +203,9 @@ def event_chart(runs: Sequence[RunData]) -> Chart | None:
     rows: list[dict[str, Any]] = []
     for run in runs:
         began = run.began_at or 0.0
-        for event in run.events:
+        for event in choose_events(run.events):
             lane = f"{run.name}: {event.kind}" if len(runs) > 1 else event.kind
-            row = {"run": run.name, "lane": lane, "elapsed": event.at - began, "step": event.step}
-            rows.append(row | {"kind": event.kind, "text": event.text})
+            rows.append({"run": run.name, "lane": lane, "elapsed": event.at - began} | _describe_event(event))
     if not rows:
         return None
     unit = _convert_elapsed(rows)
@@ -215,29 +223,37 @@ def event_chart(runs: Sequence[RunData]) -> Chart | None:
             tooltip=[alt.Tooltip(field) for field in ("run:N", "kind:N", "step:Q", "elapsed:Q", "text:N")],
         )
     )
-    return Chart("Events by time", _finish(chart, rows, 40 + 22 * len(lanes)))
+    hidden = sum(len(run.events) for run in runs) - len(rows)
+    caption = f"{count_of(hidden, 'more event')} not drawn." if hidden else ""
+    return Chart("Events by time", _finish(chart, rows, 40 + 22 * len(lanes)), caption)
 
 
-def length_chart(run: RunData, name: str, title: str) -> Chart | None:
-    """Draw a histogram of each step as a column: darker bins have a larger share. Long runs show the sum of several
-    steps in a column. None: the run has no such histogram."""
-    steps = [row for row in run.rows if isinstance(row.get(name), dict) and sum(row[name].get("counts", ())) > 0]
-    if not steps:
-        return None
-    num_columns = min(MAX_BARS, len(steps))
+def choose_events(events: Sequence[Event]) -> list[Event]:
+    """Return at most MAX_EVENTS events of each kind, at equal distances in their order, with the first and the last."""
+    kept: list[Event] = []
+    for kind in KINDS:
+        found = [event for event in events if event.kind == kind]
+        num = min(MAX_EVENTS, len(found))
+        kept += [found[place * (len(found) - 1) // max(1, num - 1)] for place in range(num)]
+    return sorted(kept, key=lambda event: event.at)
+
+
+def _describe_event(event: Event) -> dict[str, Any]:
+    text = event.text if len(event.text) <= MAX_TEXT else f"{event.text[: MAX_TEXT - 4]} ..."
+    return {"step": event.step, "kind": event.kind, "text": text}
+
+
+def length_chart(run: RunData, title: str) -> Chart | None:
+    """Draw the lengths of responses in each step as a column: darker bins have a larger share. Long runs show the sum
+    of several steps in a column. None: the run has no such histograms."""
     rows = []
-    for index in range(num_columns):
-        part = steps[index * len(steps) // num_columns : (index + 1) * len(steps) // num_columns]
-        sums: dict[tuple[float, float], int] = {}
-        for row in part:
-            edges, counts = row[name]["edges"], row[name]["counts"]
-            for low, high, count in zip(edges, edges[1:], counts):
-                sums[low, high] = sums.get((low, high), 0) + count
-        whole = sum(sums.values())
-        for (low, high), count in sums.items():
+    for bar in run.rows.lengths.bars:
+        whole = sum(bar.sums.values())
+        for (low, high), count in bar.sums.items():
             if count:
-                place = {"step": part[0]["step"], "low": low, "high": high}
-                rows.append(place | {"count": count, "share": count / whole})
+                rows.append({"step": bar.first, "low": low, "high": high, "count": count, "share": count / whole})
+    if not rows:
+        return None
     tooltip = [alt.Tooltip(f"{field}:Q") for field in ("step", "low", "high", "count")]
     chart = (
         alt.Chart(alt.NamedData(ROWS))
@@ -283,11 +299,10 @@ def _legend(orient: Literal["top", "bottom"] = "top") -> alt.Legend:
     return alt.Legend(orient=orient, labelLimit=140, symbolType="square", symbolOpacity=1, symbolStrokeWidth=3)
 
 
-def _by_run(runs: Sequence[RunData]) -> alt.Color:
-    names = [run.name for run in runs]
+def _by_run(names: Sequence[str]) -> alt.Color:
     colors = [RUN_COLORS[index % len(RUN_COLORS)] for index in range(len(names))]
     legend = _legend() if len(names) > 1 else None
-    return alt.Color("run:N", title=None, scale=alt.Scale(domain=names, range=colors), legend=legend)
+    return alt.Color("run:N", title=None, scale=alt.Scale(domain=list(names), range=colors), legend=legend)
 
 
 def _kinds(rows: Sequence[Mapping[str, Any]]) -> list[str]:

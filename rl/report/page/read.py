@@ -1,19 +1,21 @@
 """Read what a run has left in its folder."""
 
 import json
-import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl.common.events import Event, read_events
+from rl.common.events import FREQUENT, Event, read_events
+from rl.report.page.summary import RowSummary
 from rl.report.record import RunRecord, read_record
 from rl.report.rows import METRICS
 
+STATUS = "status"  # folder of a run with a file per rank
+FATAL = "FATAL"  # why a run was not restarted
+MAX_NAMED = 5  # runs in a message
 RESPONSES = re.compile(r"step_(\d+)\.(.+)\.jsonl")  # in RUN/eval, by step and set
-NOT_METRICS = ("step", "version", "at")
 
 
 class ReportError(Exception):
@@ -26,42 +28,42 @@ class RunData:
 
     name: str  # unique in the report
     folder: Path
-    rows: list[dict[str, Any]]  # by increasing step, one per step
+    rows: RowSummary
     events: list[Event]
     record: RunRecord | None  # None: the run was started by an older version, or never trained
     is_cut: bool = False  # the last line was incomplete, so it was left out
 
     def metrics(self) -> list[str]:
         """Return the names of the metrics that are numbers, in the order of their first appearance."""
-        names = {name: None for row in self.rows for name in row if name not in NOT_METRICS and is_number(row[name])}
-        return list(names)
-
-    def values(self, name: str) -> list[tuple[int, float]]:
-        """Return the steps and values of a metric. Steps without a finite value are left out."""
-        return [(row["step"], row[name]) for row in self.rows if is_number(row.get(name))]
+        return list(self.rows.curves)
 
     @property
     def began_at(self) -> float | None:
         """When the run was started for the first time, in seconds since 1970. None: it is not known."""
-        times = [event.at for event in self.events] + [row["at"] for row in self.rows if "at" in row]
-        return min(times, default=None)
+        return min(self._times(self.rows.first_at), default=None)
+
+    @property
+    def last_news_at(self) -> float | None:
+        """When the run wrote its last event or row. None: it is not known."""
+        return max(self._times(self.rows.last_at), default=None)
+
+    def _times(self, of_rows: float | None) -> list[float]:
+        return [event.at for event in self.events] + ([] if of_rows is None else [of_rows])
 
     def response_files(self) -> dict[str, dict[int, Path]]:
-        """Return the files with the responses of evaluations, by set and step."""
+        """Return the files with the responses of the first and of the last evaluation, by set and step."""
         found: dict[str, dict[int, Path]] = {}
         for path in sorted((self.folder / "eval").glob("step_*.jsonl")):
             if match := RESPONSES.fullmatch(path.name):
-                found.setdefault(match[2], {})[int(match[1])] = path
+                files = found.get(match[2], {}) | {int(match[1]): path}
+                found[match[2]] = {step: files[step] for step in sorted({min(files), max(files)})}
         return found
 
 
-def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def read_runs(folders: Sequence[Path]) -> list[RunData]:
-    """Read all runs. Raise ReportError if one of them cannot be read, or if they have no metric in common."""
-    runs = [_read_run(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
+def read_runs(folders: Sequence[Path], window: int = 0) -> list[RunData]:
+    """Read all runs. `window` is the number of values in running means; 0: by length. Raise ReportError if a run cannot
+    be read, or if they have no metric in common."""
+    runs = [_read_run(folder, name, window) for folder, name in zip(folders, _names(folders), strict=True)]
     if len(runs) > 1:
         common = set.intersection(*(set(run.metrics()) for run in runs))
         if not common:
@@ -85,58 +87,98 @@ def _names(folders: Sequence[Path]) -> list[str]:
     return names
 
 
-def _read_run(folder: Path, name: str) -> RunData:
+def _read_run(folder: Path, name: str, window: int) -> RunData:
     path = folder / METRICS
     if not folder.is_dir():
-        raise ReportError(f"there is no folder {folder}. Give the folder of a run, such as runs/demo")
+        found = f"{folder} is a file" if folder.exists() else f"there is no folder {folder}"
+        raise ReportError(f"{found}. Give the folder of a run, such as runs/demo")
     if not path.is_file():
-        raise ReportError(
-            f"{folder} has no {METRICS}, so it is not the folder of a run that trains, or the run has not begun its "
-            "first step. On several nodes, the node of the first actor has the file"
-        )
+        raise ReportError(_explain_missing(folder))
     try:
-        text = path.read_text(errors="replace")
+        rows, is_cut = _summarize(path, window)
     except OSError as error:
         raise ReportError(f"{path} cannot be read: {error.strerror}. Make it readable for this user") from None
-    rows: dict[int, dict[str, Any]] = {}
-    lines, is_cut = text.split("\n"), False
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = _read_row(line)
-        except ValueError as error:
-            if number == len(lines):  # no newline follows: the run is writing it, or was killed while it did
-                is_cut = True
-                continue
-            raise ReportError(
-                f"{path}, line {number}: {error}. Every line must be a JSON object with a whole number `step`. Remove "
-                "this line, or restore the file"
-            ) from None
-        rows[row["step"]] = rows.get(row["step"], {}) | row  # a run in phases has two rows of a step
-    if not any(is_number(value) for row in rows.values() for key, value in row.items() if key not in NOT_METRICS):
-        raise ReportError(f"{path} has no metrics yet. Wait for the first step of the run, or give another run")
-    return RunData(
-        name, folder, [rows[step] for step in sorted(rows)], read_events(folder), read_record(folder), is_cut
+    if not rows.curves:
+        raise ReportError(_explain_no_step(folder))
+    return RunData(name, folder, rows, read_events(folder), read_record(folder), is_cut)
+
+
+def _explain_missing(folder: Path) -> str:
+    """Say why a folder without metrics cannot be reported."""
+    runs = sorted(path.parent.name for path in folder.glob(f"*/{METRICS}"))
+    if runs:
+        shown = ", ".join(runs[:MAX_NAMED]) + (f" and {len(runs) - MAX_NAMED} more" if len(runs) > MAX_NAMED else "")
+        return f"{folder} is a folder of runs. Give one or several of them, such as {folder / runs[0]}. It has: {shown}"
+    if not (folder / STATUS).is_dir():
+        return f"{folder} has no {METRICS}, so it is not the folder of a run. Give a folder such as runs/demo"
+    return _explain_no_step(folder)
+
+
+def _explain_no_step(folder: Path) -> str:
+    """Say why a run has no row with a metric."""
+    last = next((event for event in reversed(read_events(folder)) if event.kind not in FREQUENT), None)
+    end = last.text if last is not None and last.kind in ("fault", "stop") else ""
+    if not end and (folder / FATAL).is_file():
+        end = (folder / FATAL).read_text(errors="replace").partition("\n")[0]
+    if end:
+        cause = end.removeprefix("oneworld: ")
+        return f"{folder} has no metrics, since the run ended before its first step: {cause}. Mend that and start again"
+    return (
+        f"{folder / METRICS} has no metrics yet. Wait for the first step of the run, or give another run. On several "
+        "nodes, the node of the first actor has the file: write the report there"
     )
 
 
-def _read_row(line: str) -> dict[str, Any]:
+def _summarize(path: Path, window: int) -> tuple[RowSummary, bool]:
+    """Read a file of rows line by line. Also return whether its last line is incomplete."""
+    summary, is_cut = RowSummary(window), False
+    row: dict[str, Any] | None = None  # the last one; the next line may belong to the same step
+    with path.open(errors="replace") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                found = _read_row(line, -1 if row is None else row["step"])
+            except ValueError as error:
+                if not line.endswith("\n"):  # the run is writing it, or was killed while it did
+                    is_cut = True
+                    break
+                raise ReportError(
+                    f"{path}, line {number}: {error}. Every line must be a JSON object with a whole number `step`, and "
+                    "steps must not decrease. Remove this line, or restore the file"
+                ) from None
+            if row is None:
+                row = found
+            elif found["step"] == row["step"]:
+                row |= found  # a run in phases has two rows of a step
+            else:
+                summary.add(row)
+                row = found
+    if row is not None:
+        summary.add(row)
+    summary.flush()
+    return summary, is_cut
+
+
+def _read_row(line: str, last_step: int) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except ValueError as error:
         raise ValueError(f"this is not JSON: {error}") from None
     if not isinstance(row, dict) or not isinstance(row.get("step"), int):
         raise ValueError("this is not a row of metrics")
+    if row["step"] < last_step:
+        raise ValueError(f"step {row['step']} comes after step {last_step}")
     return row
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the objects of a file of responses. Lines that are no objects are skipped."""
-    for line in path.read_text(errors="replace").splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict):
-            yield row
+    with path.open(errors="replace") as file:
+        for line in file:
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(row, dict):
+                yield row

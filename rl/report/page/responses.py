@@ -9,6 +9,7 @@ from rl.report.page.read import RunData, read_lines
 
 MAX_CHARS = 2000  # of a text on the page
 MAX_SETS = 3
+MAX_TURNS = 24  # of a response
 
 
 def compare_responses(runs: Sequence[RunData], num_prompts: int) -> list[ResponsesToPrompt]:
@@ -23,9 +24,9 @@ def compare_responses(runs: Sequence[RunData], num_prompts: int) -> list[Respons
         columns: list[tuple[str, dict[str, dict[str, Any]]]] = []  # label, and the rows by prompt
         for run in runs:
             by_step = files[run.name].get(name, {})
-            for step in sorted({min(by_step), max(by_step)} if by_step else ()):
+            for step, path in by_step.items():
                 label = f"{run.name}, step {step}" if len(runs) > 1 else f"step {step}"
-                columns.append((label, _first_rows(by_step[step], num_prompts)))
+                columns.append((label, _first_rows(path, num_prompts)))
         prompts = dict.fromkeys(prompt for _, rows in columns for prompt in rows)
         for number, prompt in enumerate(list(prompts)[:num_prompts], start=1):
             samples = [_sample(label, rows[prompt]) for label, rows in columns if prompt in rows]
@@ -65,7 +66,9 @@ def _sample(label: str, row: dict[str, Any]) -> ShownResponse:
         facts.append(f"ended: {response['ending']}")
     turns = response.get("turns")
     if isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns):
-        shown = [(str(turn.get("role", "")), _shorten(str(turn.get("text", "")))) for turn in turns]
+        shown = [(str(turn.get("role", "")), _shorten(str(turn.get("text", "")))) for turn in turns[:MAX_TURNS]]
+        if len(turns) > MAX_TURNS:
+            shown.append(("", f"... ({len(turns) - MAX_TURNS:,} more turns)"))
     else:
         shown = [("", _shorten(str(response.get("text", ""))))]
     return ShownResponse(label, ", ".join(facts), shown)
