@@ -14,6 +14,7 @@ from torch.distributed import Store
 from rl.config.schema import Config
 from rl.rollout.dispatch import Sampling
 from rl.sync.weights import Receiver
+from rl.watch.durations import DURATIONS
 from rl.watch.heart import HEART
 
 
@@ -94,7 +95,8 @@ def build_engine(config: Config, model_folder: Path, seat: EngineSeat, failed: E
 
             return FakeEngine(config.rollout.max_num_seqs, next(iter(seat.stop_token_ids), None), seat.device)
         HEART.beat("the import of vLLM")
-        from rl.rollout.vllm.build import VllmEngine, build  # here, because the import takes seconds
+        with DURATIONS.measure("build engine/import"):
+            from rl.rollout.vllm.build import VllmEngine, build  # here, because the import takes seconds
 
         assert failed is None or isinstance(failed, VllmEngine)
         return build(config, model_folder, seat, failed)

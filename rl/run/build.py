@@ -67,13 +67,14 @@ def build_actor(run: Run, trains: bool = True) -> Actor:
     HEART.describe(num_steps=config.train.num_steps if trains else 0)
     if run.data is not None and trains and not config.debug.dry_run:
         begin_story(run)
-    policy = load_policy(run)
-    if trains:
-        announce_adapters(run, policy)
-    # Call this only after the engine is built, since the engine measures the free device memory then.
-    reference = reference_of(run, policy)
-    learner, critic = build_learner(run, policy, reference), build_critic(run)
-    bases = digest_bases(run, policy, critic)
+    with run.world.stage("load model"):
+        policy = load_policy(run)
+        if trains:
+            announce_adapters(run, policy)
+        # Call this only after the engine is built, since the engine measures the free device memory then.
+        reference = reference_of(run, policy)
+        learner, critic = build_learner(run, policy, reference), build_critic(run)
+        bases = digest_bases(run, policy, critic)
     tensors = share_tensors(mail, run.placement, learner.model, config.model.dtype)
     # The engine must find as much free memory as it will have later, so the trainers are offloaded while it is built.
     offloaded = [part for part in (learner, critic) if part is not None and "rollout" in run.roles]

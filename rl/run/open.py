@@ -37,6 +37,7 @@ from rl.run.find_data import find_datasets
 from rl.run.find_models import find_models
 from rl.run.hardware import send_hardware
 from rl.run.lease import take_lease
+from rl.watch.durations import DURATIONS
 from rl.world.bootstrap import reward_server, tee_link
 from rl.world.messages import Message
 from rl.world.restarts import launcher_process
@@ -131,12 +132,14 @@ def open_run(world: World, config: Config, config_name: str, phase: PhaseOptions
     conversations = None
     if conversation_server is not None:
         conversations = _start_conversations(world, config, conversation_server, models["model.path"])
-    if rewards is not None:
-        rewards.wait_ready()
-    world.meet("model found")  # a download may take long, and the calls below have a timeout
-    world.connect(config.debug.share_gpu, config.world.transfer_timeout_s)
-    send_hardware(world, placement)
-    groups = make_groups(placement, world.rank, world.device.type, config.world.transfer_timeout_s)
+    with DURATIONS.measure("wait for rewards"):
+        if rewards is not None:
+            rewards.wait_ready()
+    with DURATIONS.measure("connect"):
+        world.meet("model found")  # a download may take long, and the calls below have a timeout
+        world.connect(config.debug.share_gpu, config.world.transfer_timeout_s)
+        send_hardware(world, placement)
+        groups = make_groups(placement, world.rank, world.device.type, config.world.transfer_timeout_s)
     with world.stage("read data"):
         data = None
         if is_leader:

@@ -1,16 +1,44 @@
 """Heartbeats for torch.compile and Triton, which compile whenever they meet a new shape, even late in a run.
 
-This module imports neither compiler, because a rank that uses neither should not wait for their imports.
+The seconds count as `compile`, once for compilations inside of others. This module imports neither compiler, because a
+rank that uses neither should not wait for their imports.
 """
 
 import sys
+import threading
+import time
 from functools import wraps
 from typing import Any
 
+from rl.watch.durations import DURATIONS
 from rl.watch.heart import HEART
 
 TORCH = "compiling (torch.compile)"
 _marked: set[type] = set()
+
+
+class _Clock:
+    """Count the seconds in which at least one compilation runs, in any thread."""
+
+    def __init__(self) -> None:
+        self._lock, self._num_running, self._began = threading.Lock(), 0, 0.0
+
+    def begin(self) -> None:
+        with self._lock:
+            self._num_running += 1
+            if self._num_running == 1:
+                self._began = time.perf_counter()
+
+    def end(self) -> None:
+        with self._lock:
+            if self._num_running == 0:  # the callbacks were registered during this compilation
+                return
+            self._num_running -= 1
+            if self._num_running == 0:
+                DURATIONS.add("compile", time.perf_counter() - self._began)
+
+
+_clock = _Clock()
 
 
 def mark_compilation() -> None:
@@ -24,11 +52,13 @@ def mark_compilation() -> None:
 
 
 def _begin(*details: object) -> None:
+    _clock.begin()
     HEART.begin_exceptional(TORCH)
 
 
 def _end(*details: object) -> None:
     HEART.end_exceptional(TORCH)
+    _clock.end()
 
 
 def _mark_triton() -> None:
@@ -44,7 +74,11 @@ def _mark_triton() -> None:
 
     @wraps(compile_kernel)
     def marked(kernel: Any, *args: Any, **options: Any) -> Any:
-        with HEART.exceptional(f"compiling {kernel.__name__} (Triton)"):
-            return compile_kernel(kernel, *args, **options)
+        _clock.begin()
+        try:
+            with HEART.exceptional(f"compiling {kernel.__name__} (Triton)"):
+                return compile_kernel(kernel, *args, **options)
+        finally:
+            _clock.end()
 
     function._do_compile = marked

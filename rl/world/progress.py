@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 
 from torch.profiler import record_function
 
+from rl.watch.durations import DURATIONS
 from rl.watch.heart import HEART
 from rl.watch.reports import Cause, Report
 from rl.world.restarts import Restarts
@@ -53,8 +54,9 @@ class Progress:
             HEART.enter(outer)
 
     def take_seconds(self) -> dict[str, float]:
+        """Return the seconds of all stages, and those of other parts of the work, since the last call."""
         taken, self.seconds = self.seconds, {}
-        return taken
+        return taken | DURATIONS.take()
 
     def report(self, cause: Cause, error: str, trace: str = "", failed: bool = False) -> Report:
         """Build a report of this rank. `failed` means that it names the stage which an exception left first."""

@@ -5,6 +5,7 @@ import os
 import secrets
 import socket
 import threading
+import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
@@ -23,6 +25,7 @@ from rl.common.json_channel import JsonChannel
 from rl.config.schema import Config, ConfigError
 from rl.placement.nodes import Nodes
 from rl.watch.activities import RoleActivity
+from rl.watch.durations import DURATIONS
 from rl.watch.recorder import keep_collectives
 from rl.world.accounts import Accounts
 from rl.world.address import own_address
@@ -234,7 +237,9 @@ def join() -> Iterator[World]:
 def _join() -> World:
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    began = time.perf_counter()
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+    count_start(time.time())
     if problem := check_secret():
         raise ConfigError(problem)
     store, _, size = next(rendezvous("env://", timeout=timedelta(seconds=JOIN_TIMEOUT_S)))
@@ -248,4 +253,14 @@ def _join() -> World:
     mail = Mailbox(rank, host, derive_key("mail", sealed.world))
     world = World(mail, local_rank, size, sealed, watchdog_channel())
     world.enter()
+    DURATIONS.add("join", time.perf_counter() - began)
     return world
+
+
+def count_start(now: float) -> None:
+    """Count what this process has done until now as `imports`, and the time from the start of torchrun to the start of
+    this process as `torchrun`, unless the world was restarted. The kernel rounds times of processes to 10 ms."""
+    began = psutil.Process().create_time()
+    DURATIONS.add("imports", max(0.0, now - began))
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
+        DURATIONS.add("torchrun", max(0.0, began - psutil.Process(os.getppid()).create_time()))

@@ -91,6 +91,7 @@ SMOKE = {  # by program; what follows a comma names another run of it
         "prompts_fit ranks_fit",
     ),
     "scheduling": Smoke("--sequences 8 --new-tokens 4 --rounds 1", "vllm_ms ours_ms rounds"),
+    "start": Smoke("--demo train.num_prompts_per_step=2", "runs ranks cpus", "settings"),
     "step": Smoke(
         "--model 10m --prompts 2 --samples 2 --new-tokens 8 --steps 1 model.dtype=float32",
         "parameters seconds_per_step tokens_per_s prompt_tokens",

@@ -1,7 +1,7 @@
 """Build one rank's part of a vLLM engine."""
 
 import random
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,17 @@ from rl.rollout.vllm.noise import Generators
 from rl.rollout.vllm.process_group import PrivateDefaultGroup, unlink_shared_memory
 from rl.rollout.vllm.progress import bars_as_heartbeats
 from rl.watch.compilation import mark_compilation
+from rl.watch.durations import DURATIONS
 from rl.watch.heart import HEART
 
 TESTED_VERSIONS = SpecifierSet(">=0.26,<0.33")  # the fast paths depend on vLLM's internals
 CPU_KV_CACHE_MB = 256
+# Parts of the build that are timed, by the worker's methods.
+PARTS = {
+    "determine_available_memory": "build engine/memory",
+    "initialize_from_config": "build engine/cache",
+    "compile_or_warm_up_model": "build engine/graphs",
+}
 
 
 def build(config: Config, model_folder: Path, seat: EngineSeat, failed: VllmEngine | None = None) -> VllmEngine:
@@ -86,10 +93,20 @@ def _engine_options(config: Config, model_folder: Path, seat: EngineSeat) -> dic
     rollout, is_cpu = config.rollout, seat.device.type == "cpu"
 
     class SeatExecutor(ExecutorWithExternalLauncher):
-        """An executor with a unique init method, because vLLM derives names of shared memory from it."""
+        """An executor with a unique init method, because vLLM derives names of shared memory from it. It times the
+        parts of its build."""
 
         def _distributed_args(self) -> tuple[str, int, int]:
             return f"env://:{seat.name}", seat.tp_rank, seat.device.index or 0
+
+        def _init_executor(self) -> None:
+            with DURATIONS.measure("build engine/model"):
+                super()._init_executor()
+
+        def collective_rpc(self, method: Any, *args: Any, **options: Any) -> Any:
+            part = PARTS.get(method)
+            with DURATIONS.measure(part) if part else nullcontext():
+                return super().collective_rpc(method, *args, **options)
 
     options: dict[str, Any] = {
         "model": str(model_folder),
