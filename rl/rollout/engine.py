@@ -16,6 +16,7 @@ from rl.rollout.dispatch import Sampling
 from rl.sync.weights import Receiver
 from rl.watch.durations import DURATIONS
 from rl.watch.heart import HEART
+from rl.world.bootstrap import skip_imported_objects
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,16 @@ class EngineSeat:
     stop_token_ids: list[int]  # if empty, all responses reach `max_tokens` of their requests
 
 
+def import_engine(config: Config) -> None:
+    """Import what an engine needs. This takes seconds, and is best done before there are objects with device memory:
+    garbage collections never look at those that exist by then."""
+    if config.rollout.engine == "fake":
+        return
+    with HEART.exceptional("importing vLLM"), DURATIONS.measure("build engine/import"):
+        import rl.rollout.vllm.build  # noqa: F401
+    skip_imported_objects()
+
+
 def build_engine(config: Config, model_folder: Path, seat: EngineSeat, failed: Engine | None = None) -> Engine:
     """Build an engine. If it replaces a `failed` one, that must not be used afterwards.
 
@@ -94,9 +105,7 @@ def build_engine(config: Config, model_folder: Path, seat: EngineSeat, failed: E
             from rl.rollout.fake_engine import FakeEngine
 
             return FakeEngine(config.rollout.max_num_seqs, next(iter(seat.stop_token_ids), None), seat.device)
-        HEART.beat("the import of vLLM")
-        with DURATIONS.measure("build engine/import"):
-            from rl.rollout.vllm.build import VllmEngine, build  # here, because the import takes seconds
+        from rl.rollout.vllm.build import VllmEngine, build  # here, because the import takes seconds
 
         assert failed is None or isinstance(failed, VllmEngine)
         return build(config, model_folder, seat, failed)

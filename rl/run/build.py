@@ -52,7 +52,7 @@ from rl.run.open import Run
 from rl.run.record import begin_story
 from rl.run.reporter import Reporter
 from rl.run.reporting import build_health, build_writer
-from rl.run.serve import build_rollout_service, build_sync
+from rl.run.serve import build_rollout_service, build_sync, import_engine_of
 from rl.sync.sources import WeightSource
 from rl.sync.weights import share_tensors
 from rl.watch.heart import HEART
@@ -67,6 +67,7 @@ def build_actor(run: Run, trains: bool = True) -> Actor:
     HEART.describe(num_steps=config.train.num_steps if trains else 0)
     if run.data is not None and trains and not config.debug.dry_run:
         begin_story(run)
+    import_engine_of(run)
     with run.world.stage("load model"):
         policy = load_policy(run)
         if trains:

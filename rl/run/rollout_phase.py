@@ -29,7 +29,7 @@ from rl.run.models import digest_bases, load_policy
 from rl.run.open import Run
 from rl.run.record import say_stop
 from rl.run.reporting import note_rebuilt_engines
-from rl.run.serve import build_rollout_service, build_sync
+from rl.run.serve import build_rollout_service, build_sync, import_engine_of
 from rl.sync.sources import WeightSource
 from rl.sync.weights import WeightSync, share_tensors
 from rl.watch.heart import HEART
@@ -115,6 +115,7 @@ def build_rollout_lead(run: Run) -> RolloutLead:
     config, mail = run.config, run.world.mail
     HEART.describe(num_steps=config.train.num_steps)
     say_stop(run)
+    import_engine_of(run)
     model = _load_weights(run)
     tensors = share_tensors(mail, run.placement, model, config.model.dtype)
     service = build_rollout_service(run)

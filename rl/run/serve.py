@@ -10,7 +10,7 @@ from rl.data.prompts import sample_seed
 from rl.model.load import stop_token_ids
 from rl.model.shards import TensorInfo
 from rl.rollout.archive import GroupRecorder
-from rl.rollout.engine import Engine, EngineSeat, build_engine
+from rl.rollout.engine import Engine, EngineSeat, build_engine, import_engine
 from rl.rollout.recovery import EngineHost
 from rl.rollout.service import RolloutService
 from rl.rollout.turns import Conversations
@@ -23,6 +23,13 @@ from rl.sync.sources import WeightSource
 from rl.sync.weights import Receiver, SyncService, SyncSettings, WeightSync, share_tensors
 from rl.world.bootstrap import enable_garbage_collection
 from rl.world.service import EndRun, EndService, Service, serve
+
+
+def import_engine_of(run: Run) -> None:
+    """Import what this rank's engine needs, if it hosts one."""
+    if run.placement.engine_of(run.world.rank) is not None:
+        with run.world.stage("build engine"):
+            import_engine(run.config)
 
 
 def build_rollout_service(run: Run) -> RolloutService | None:
@@ -94,6 +101,7 @@ def build_sync(
 def serve_run(run: Run) -> None:
     """Build the services of this rank's roles, and run them until the leader ends the run."""
     world = run.world
+    import_engine_of(run)
     rollout = build_rollout_service(run)
     logprobs = build_logprob_service(run) if "inference" in run.roles else None
     tensors = share_tensors(world.mail, run.placement, None, run.config.model.dtype)

@@ -29,7 +29,7 @@ from rl.watch.durations import DURATIONS
 from rl.watch.recorder import keep_collectives
 from rl.world.accounts import Accounts
 from rl.world.address import own_address
-from rl.world.bootstrap import refuse, watchdog_channel
+from rl.world.bootstrap import refuse, skip_imported_objects, watchdog_channel
 from rl.world.debugger import Debugger
 from rl.world.faults import EXIT_CLEAN, EXIT_FAILED, FaultReporter, exit_now
 from rl.world.messages import Contact, Letter, Mailbox, Message, waiting
@@ -240,6 +240,7 @@ def _join() -> World:
     began = time.perf_counter()
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     count_start(time.time())
+    skip_imported_objects()
     if problem := check_secret():
         raise ConfigError(problem)
     store, _, size = next(rendezvous("env://", timeout=timedelta(seconds=JOIN_TIMEOUT_S)))
