@@ -5,6 +5,7 @@ import importlib
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from rl.config.schema import Config, RolloutConfig
+from rl.rollout.engine import import_engine
 from rl.watch.heart import HEART
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("vllm_imported")]
@@ -221,3 +223,50 @@ def test_outside_the_tested_versions_the_fast_paths_are_off(
         rollout = RolloutConfig(max_new_tokens=8, max_tokens_per_round=4)
         build.build(Config(rollout=rollout), tmp_path, seat, failed=SimpleNamespace(abandon=lambda: group))
         assert switched_on == ["noise"]  # responses are continued, which is not a matter of speed
+
+
+def test_collections_skip_what_the_import_of_vllm_has_created() -> None:
+    gc.unfreeze()
+    import_engine(Config(rollout=RolloutConfig(engine="fake")))
+    assert gc.get_freeze_count() == 0
+    import_engine(Config())
+    assert gc.get_freeze_count() > 100_000
+    gc.unfreeze()
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "sizes"),
+    [
+        (1, [1]),
+        (3, [1, 2, 3]),
+        (40, [1, 2, 4, 8, 16, 24, 32, 40]),
+        (200, [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 200]),
+    ],
+)
+def test_graphs_are_captured_up_to_all_sequences_of_an_engine(build: Any, max_num_seqs: int, sizes: list[int]) -> None:
+    assert build.graph_sizes(max_num_seqs) == sizes
+
+
+def test_no_more_than_a_quarter_is_padded(build: Any) -> None:
+    sizes = build.graph_sizes(4096)
+    assert len(sizes) == 35 and sizes[-1] == 4096
+    assert all(after <= before * 1.25 for before, after in pairwise(sizes) if before >= 32)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, {"cudagraph_capture_sizes": [1, 2, 4]}),
+        ({"compilation_config": {"mode": 3}}, {"cudagraph_capture_sizes": [1, 2, 4], "mode": 3}),
+        ({"compilation_config": {"cudagraph_capture_sizes": [2]}}, {"cudagraph_capture_sizes": [2]}),
+        ({"compilation_config": {"max_cudagraph_capture_size": 8}}, {"max_cudagraph_capture_size": 8}),
+        ({"compilation_config": 0}, 0),
+    ],
+)
+def test_engine_options_may_choose_other_graphs(build: Any, settings: dict[str, Any], expected: Any) -> None:
+    seat = SimpleNamespace(device=torch.device("cuda"), tp_size=1, shares_device=True, name="engine")
+    config = Config(rollout=RolloutConfig(max_num_seqs=4, engine_options=settings))
+    assert build._engine_options(config, Path("model"), seat)["compilation_config"] == expected
+    seat.device = torch.device("cpu")
+    options = build._engine_options(config, Path("model"), seat)
+    assert options.get("compilation_config") == settings.get("compilation_config")
