@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from rl.config.schema import Config, RolloutConfig
-from rl.rollout.engine import import_engine
+from rl.rollout.dispatch import Sampling
+from rl.rollout.engine import Request, import_engine
 from rl.watch.heart import HEART
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("vllm_imported")]
@@ -270,3 +271,45 @@ def test_engine_options_may_choose_other_graphs(build: Any, settings: dict[str, 
     seat.device = torch.device("cpu")
     options = build._engine_options(config, Path("model"), seat)
     assert options.get("compilation_config") == settings.get("compilation_config")
+
+
+class Inputs:
+    """vLLM's input processor, as far as requests go through it."""
+
+    def __init__(self) -> None:
+        self.prompts: list[tuple[list[int], str, float]] = []
+
+    def process_inputs(self, name: str, prompt: Any, params: Any, supported_tasks: object) -> Any:
+        self.prompts.append((prompt["prompt_token_ids"], prompt["cache_salt"], params.temperature))
+        tokens, salt = prompt["prompt_token_ids"], prompt["cache_salt"]
+        from vllm.v1.engine import EngineCoreRequest
+
+        return EngineCoreRequest(name, tokens, None, params.clone(), None, 1.0, None, salt, None)
+
+    def assign_request_id(self, request: Any) -> None:
+        assert request.external_req_id is None
+        request.external_req_id, request.request_id = request.request_id, f"{request.request_id}-random"
+
+
+def test_requests_of_a_group_are_processed_once(engine: Any, llm: FakeVllm) -> None:
+    inputs = llm.llm_engine.input_processor = Inputs()
+    llm.llm_engine.get_supported_tasks = lambda: ("generate",)
+    warm, cold = Sampling(4, 1.0, 8), Sampling(4, 0.5, 8)
+    engine.version = 3
+    requests = [
+        Request("0/0/0", [1, 2], warm, 5, seed=10),
+        Request("0/0/1", [1, 2], warm, 4, seed=None),
+        Request("0/0/2", [1, 2], warm, 5, seed=12),
+        Request("0/1/0", [1, 3], warm, 5, seed=13),
+        Request("0/1/1", [1, 3], cold, 5, seed=14),
+        Request("0/1/2", [1, 3], cold, 5, seed=15, cache_key="0/1"),
+    ]
+    sent = list(engine._process(requests))
+    assert inputs.prompts == [([1, 2], "3", 1.0), ([1, 3], "3", 1.0), ([1, 3], "3", 0.5), ([1, 3], "key 0/1", 0.5)]
+    for request, one in zip(requests, sent, strict=True):
+        assert (one.external_req_id, one.request_id) == (request.id, f"{request.id}-random")
+        assert one.prompt_token_ids is request.tokens, "vLLM may append to it"
+        params = one.sampling_params
+        expected = request.sampling.temperature, request.max_tokens, request.seed
+        assert (params.temperature, params.max_tokens, params.seed) == expected
+    assert len({id(one.sampling_params) for one in sent}) == len(sent)

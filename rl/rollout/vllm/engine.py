@@ -6,7 +6,8 @@ from vLLM's own loader. Otherwise a sync calls `reload_weights`, which also rebu
 """
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from vllm.inputs import TokensPrompt
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.sampling_params import RequestOutputKind, SamplingParams
-from vllm.v1.engine import FinishReason
+from vllm.v1.engine import EngineCoreRequest, FinishReason
 
 from rl.model.shards import TensorInfo
 from rl.rollout.engine import Completion, EngineSeat, Request
@@ -59,11 +60,25 @@ class VllmEngine:
     def add(self, requests: Sequence[Request]) -> None:
         """Start requests. They bypass vLLM's output processor, which builds objects of a server for every token. With
         short sequences, the GPU would wait for that Python code (benchmarks/RESULTS.md)."""
-        engine, inputs = self._engine, self._engine.input_processor
+        core = self._engine.engine_core
         assert self.version > 0 and "weights" not in self._asleep, "sampling without weights"
         with self._group.entered():
             self._wake("kv_cache")
-            for request in requests:
+            for sent, request in zip(self._process(requests), requests, strict=True):
+                if request.noise and self._generators is not None:
+                    self._generators.restore(sent.request_id, request.noise)
+                core.add_request(sent)
+                scheduled = core.engine_core.scheduler.requests[sent.request_id]
+                self.responses[sent.request_id] = RunningResponse(request.id, scheduled)
+
+    def _process(self, requests: Sequence[Request]) -> Iterator[EngineCoreRequest]:
+        """Yield vLLM's form of each request. vLLM checks every request, and makes a deep copy of its parameters. So
+        requests for the same tokens, such as those of a group, become copies of the first one instead."""
+        inputs = self._engine.input_processor
+        first: Request | None = None
+        for request in requests:
+            if first is None or not is_alike(first, request):
+                first = request
                 params = SamplingParams(
                     temperature=request.sampling.temperature,
                     top_p=request.sampling.top_p,
@@ -78,13 +93,14 @@ class VllmEngine:
                 # Without a key, the salt prevents reuse of KV blocks that older weights computed.
                 salt = f"key {request.cache_key}" if request.cache_key else str(self.version)
                 prompt = TokensPrompt(prompt_token_ids=request.tokens, cache_salt=salt)
-                sent = inputs.process_inputs(request.id, prompt, params, supported_tasks=engine.get_supported_tasks())
-                inputs.assign_request_id(sent)
-                if request.noise and self._generators is not None:
-                    self._generators.restore(sent.request_id, request.noise)
-                engine.engine_core.add_request(sent)
-                scheduled = engine.engine_core.engine_core.scheduler.requests[sent.request_id]
-                self.responses[sent.request_id] = RunningResponse(request.id, scheduled)
+                tasks = self._engine.get_supported_tasks()
+                processed = inputs.process_inputs(request.id, prompt, params, supported_tasks=tasks)
+            sent = copy(processed)
+            sent.request_id, sent.prompt_token_ids = request.id, request.tokens
+            sent.sampling_params = copy(processed.sampling_params)
+            sent.sampling_params.seed, sent.sampling_params.max_tokens = request.seed, request.max_tokens
+            inputs.assign_request_id(sent)
+            yield sent
 
     def step(self) -> list[Completion]:
         with self._group.entered():
@@ -218,6 +234,11 @@ class VllmEngine:
         with self._group.entered():
             while core.batch_queue:
                 self._engine.engine_core.get_output()
+
+
+def is_alike(one: Request, other: Request) -> bool:
+    """Return whether two requests differ only in their ids, seeds, noise and numbers of tokens to add."""
+    return (one.tokens, one.sampling, one.cache_key) == (other.tokens, other.sampling, other.cache_key)
 
 
 def measure_kv_cache(llm: vllm.LLM) -> int:
