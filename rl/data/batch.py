@@ -18,6 +18,7 @@ import json
 import struct
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -137,9 +138,8 @@ class Batch:
 
     def token_indices(self, sequences: Sequence[int]) -> Tensor:
         """Return the indices of these sequences' tokens in the batch."""
-        starts = self.cu_lengths.tolist()
-        spans = [torch.arange(starts[sequence], starts[sequence + 1]) for sequence in sequences]
-        return torch.cat([torch.empty(0, dtype=torch.int64), *spans])
+        rows = torch.tensor(list(sequences), dtype=torch.int64)
+        return span_indices(self.cu_lengths[rows], self.lengths[rows])
 
     def select(self, sequences: Sequence[int]) -> "Batch":
         """Return a batch of these sequences, in this order."""
@@ -155,9 +155,19 @@ class Batch:
         return Batch(**{name: value for name, value in self.tensors().items() if name not in names})
 
     def to_bytes(self) -> bytes:
-        """Return the batch as the bytes of a safetensors file."""
-        tensors = {name: value.contiguous() for name, value in self.tensors().items()}
-        return safetensors.torch.save(tensors, {"format": FORMAT})
+        """Return the batch as the bytes of a safetensors file: the same as `safetensors.torch.save` returns, which
+        takes three times as long for the few tokens of a group."""
+        tensors = self.tensors()
+        header: dict[str, Any] = {"__metadata__": {"format": FORMAT}}
+        parts, end = list[bytes](), 0
+        for name in sorted(tensors, key=lambda name: (DTYPES.index(tensors[name].dtype), name)):
+            value = tensors[name]
+            parts.append(value.numpy().tobytes())
+            place = [end, end := end + len(parts[-1])]
+            header[name] = {"dtype": DTYPE_NAMES[value.dtype], "shape": [*value.shape], "data_offsets": place}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        return b"".join([struct.pack("<Q", len(text)), text, *parts])
 
     @staticmethod
     def from_bytes(data: bytes | bytearray) -> "Batch":
@@ -179,7 +189,16 @@ class Batch:
         return {name: value for name, value in named.items() if value is not None}
 
 
+# Types of fields, and their names in a file, in the order in which safetensors writes them.
+DTYPE_NAMES = {torch.int64: "I64", torch.float32: "F32", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL"}
+DTYPES = list(DTYPE_NAMES)
 SEQUENCE_FIELDS = ("lengths", "prompt_lengths", "rewards", "group_ids", "truncated", "samples", "ended", "noise")
+
+
+def span_indices(starts: Tensor, lengths: Tensor) -> Tensor:
+    """Return the indices of spans that begin at `starts`, one span after the other."""
+    places = torch.arange(int(lengths.sum()))
+    return places + torch.repeat_interleave(starts - (lengths.cumsum(0) - lengths), lengths)
 
 
 def read_metadata(data: bytes | bytearray) -> dict[str, str]:

@@ -20,6 +20,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from rl.config.schema import ConfigError
+from rl.data.batch import span_indices
 from rl.model.host_memory import to_device
 
 RAGGED, VARLEN = "ragged", "varlen"
@@ -54,8 +55,9 @@ class _Block(NamedTuple):
 
 
 def _make_block(starts: Sequence[int], lengths: Sequence[int], device: torch.device) -> _Block:
-    sequences = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    places = torch.cat([torch.arange(length) for length in lengths])
+    counts = torch.tensor(lengths)
+    sequences = torch.repeat_interleave(torch.arange(len(lengths)), counts)
+    places = span_indices(torch.zeros_like(counts), counts)
     indices = (torch.tensor(starts)[sequences] + places, sequences, places)
     tokens, sequences, places = (to_device(each, device) for each in indices)
     return _Block(tokens, sequences, places, (len(lengths), max(lengths)))

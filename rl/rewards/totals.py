@@ -15,11 +15,11 @@ def total(samples: Iterable[Mapping[str, Any]]) -> Totals:
     """Sum up results of the pool. Calls that hung or crashed count as timeouts, and those that raised as errors."""
     sums: Totals = {"reward/timeouts": [0.0, 0.0], "reward/errors": [0.0, 0.0]}
     for sample in samples:
-        sums = add([sums, {f"reward/{name}": [value, 1.0] for name, value in sample["parts"].items()}])
+        _add_to(sums, {f"reward/{name}": [value, 1.0] for name, value in sample["parts"].items()})
         sums["reward/timeouts"][0] += sample["status"] in ("timeout", "crash")
         sums["reward/errors"][0] += sample["status"] == "error"
         if "ending" in sample:
-            sums = add([sums, _count_conversation(sample["ending"], sample["counts"])])
+            _add_to(sums, _count_conversation(sample["ending"], sample["counts"]))
     return sums
 
 
@@ -33,11 +33,15 @@ def add(parts: Iterable[Totals]) -> Totals:
     """Add totals in the given order. The rounding of a sum depends on it."""
     sums: Totals = {}
     for part in parts:
-        for name, (value, count) in part.items():
-            pair = sums.setdefault(name, [0.0, 0.0])
-            pair[0] += value
-            pair[1] += count
+        _add_to(sums, part)
     return sums
+
+
+def _add_to(sums: Totals, part: Totals) -> None:
+    for name, (value, count) in part.items():
+        pair = sums.setdefault(name, [0.0, 0.0])
+        pair[0] += value
+        pair[1] += count
 
 
 def metrics_of(sums: Totals) -> dict[str, float]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from rl.data.batch import Batch, batch_of_responses
+from rl.data.batch import Batch
 from rl.rollout.engine import Completion
 
 
@@ -44,15 +44,22 @@ class Response:
 def pack_group(prompt: list[int], position: int, responses: Sequence[Response]) -> Batch:
     """Return the ragged batch of one group, in the order of its samples."""
     tokens, logprobs, versions = array("q"), array("f"), array("i")  # four times as fast as lists
+    loss_mask, num_before = bytearray(), len(prompt)
+    before = array("q", prompt), array("f", [0.0]) * num_before, array("i", [-1]) * num_before
     for response in responses:
-        tokens.fromlist([*prompt, *response.tokens])
-        logprobs.fromlist([0.0] * len(prompt) + response.logprobs)
-        versions.fromlist([-1] * len(prompt) + response.versions)
+        tokens += before[0]
+        tokens.fromlist(response.tokens)
+        logprobs += before[1]
+        logprobs.fromlist(response.logprobs)
+        versions += before[2]
+        versions.fromlist(response.versions)
+        loss_mask += bytes(num_before) + b"\1" * len(response.tokens)
     count = len(responses)
-    batch = batch_of_responses(
+    batch = Batch(
         tokens=torch.frombuffer(tokens, dtype=torch.int64),
-        lengths=torch.tensor([len(prompt) + len(each.tokens) for each in responses], dtype=torch.int64),
-        prompt_lengths=torch.full((count,), len(prompt), dtype=torch.int64),
+        lengths=torch.tensor([num_before + len(each.tokens) for each in responses], dtype=torch.int64),
+        prompt_lengths=torch.full((count,), num_before, dtype=torch.int64),
+        loss_mask=torch.frombuffer(loss_mask, dtype=torch.bool),
         versions=torch.frombuffer(versions, dtype=torch.int32),
         rollout_logprobs=torch.frombuffer(logprobs, dtype=torch.float32),
         rewards=torch.tensor([each.reward for each in responses], dtype=torch.float32),

@@ -1,6 +1,7 @@
 """The ragged batch, and its metrics and checks."""
 
 import dataclasses
+import json
 import math
 from collections.abc import Iterator
 
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save
 
-from rl.data.batch import Batch, batch_of_responses, empty_batch
+from rl.data.batch import Batch, batch_of_responses, empty_batch, read_metadata, span_indices
 from rl.report.describe import check_finite, describe
 
 LN2 = math.log(2)
@@ -201,3 +202,33 @@ def test_trained_sequences_are_all_or_those_that_were_not_truncated() -> None:
     spread = batch.at_sequences([0, 2], torch.arange(1.0, 7))
     assert spread.tolist() == [1, 2, 3, 0, 0, 0, 0, 4, 5, 6]
     assert batch.at_sequences([], torch.empty(0)).tolist() == [0.0] * 10
+
+
+def test_the_bytes_are_those_that_safetensors_writes() -> None:
+    batch = empty_batch()
+    full = Batch(
+        tokens=torch.arange(5),
+        lengths=torch.tensor([3, 2]),
+        prompt_lengths=torch.tensor([1, 1]),
+        loss_mask=torch.tensor([False, True, True, False, True]),
+        versions=torch.tensor([-1, 4, 4, -1, 5], dtype=torch.int32),
+        rollout_logprobs=torch.randn(10)[::2],  # not contiguous
+        rewards=torch.tensor([0.5, -1.0]),
+        group_ids=torch.tensor([7, 8]),
+        truncated=torch.tensor([False, True]),
+        noise=torch.arange(6, dtype=torch.uint8).view(2, 3),
+        lags=torch.zeros(5, dtype=torch.int32),
+    )
+    for each in (batch, full):
+        tensors = {name: value.contiguous() for name, value in each.tensors().items()}
+        expected = save(tensors, read_metadata(each.to_bytes()))
+        header = 8 + int.from_bytes(expected[:8], "little")
+        assert json.loads(each.to_bytes()[8:header]) == json.loads(expected[8:header])
+        assert each.to_bytes() == expected
+
+
+def test_indices_of_spans() -> None:
+    found = span_indices(torch.tensor([7, 0, 3, 5]), torch.tensor([2, 3, 0, 1]))
+    assert found.tolist() == [7, 8, 0, 1, 2, 5] and found.dtype == torch.int64
+    empty = torch.empty(0, dtype=torch.int64)
+    assert span_indices(empty, empty).tolist() == []
