@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+from rl.common.import_cache import keep_scanned_folders
 from rl.common.json_channel import JsonChannel
 from rl.rewards.launch import ServerProcess, launch
 from rl.watch.parent import die_with_parent
@@ -30,6 +31,7 @@ _reward_server: ServerProcess | None = None
 if "RANK" in os.environ and MARK not in os.environ:
     os.environ[MARK] = str(os.getpid())  # children that import this module are not ranks
     gc.disable()
+    keep_scanned_folders()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # ignored until there is something to save
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the rank joins: its watchdog says more than a traceback
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
