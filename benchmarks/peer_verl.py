@@ -16,7 +16,7 @@ without padding, micro-batches by their tokens, FSDP2, Liger's kernels and a fus
     --fused                 backend of verl's fused kernels, which compute logprobs without storing all logits
     --logprobs              recompute the logprobs of the responses in a pass of its own, as verl does by default;
                             otherwise those of the engine are used (rollout_correction.bypass_mode)
-    --workers               number of processes that sample, and of those that score; fewer start sooner
+    --workers               number of processes that ask the engine for responses; half as many score them
     --timeout               end verl after so many seconds, and report the steps until then
 Other settings of verl follow as key=value. Figures are those of benchmarks/step.py. Each stage is a timer of verl, and
 what no timer covers is only in `seconds_per_step`. `start_s` is the time from the start of verl to its first step.
@@ -145,7 +145,7 @@ def settings_of(args: argparse.Namespace, folder: Path) -> list[str]:
         "critic.strategy": "fsdp2",
         "reward.custom_reward_function.path": PARTS,
         "reward.custom_reward_function.name": "compute_score",
-        "reward.num_workers": args.workers,
+        "reward.num_workers": max(1, args.workers // 2),
         "transfer_queue.backend.SimpleStorage.num_data_storage_units": 2,
         "trainer.use_v1": True,
         "trainer.v1.sampler.custom_sampler.path": PARTS,
