@@ -31,7 +31,7 @@ import json
 import math
 import re
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -277,7 +277,7 @@ def figures_of(case: Case, tensors: Sequence[TensorInfo], args: argparse.Namespa
     seconds, groups = model.seconds(links), process_groups(model.placement)
     step_s, wire_s = model.step_s(seconds), model.wire_s(model.update, links)
     needed = model.network_needed(links)
-    received = Counter[str]()
+    received: defaultdict[str, float] = defaultdict(float)
     for one in model.update:
         received[one.kind] += one.received / 1e9
     return {
