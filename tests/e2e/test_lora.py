@@ -149,14 +149,6 @@ def test_it_works_together_with(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_bfloat16_engines_agree_with_adapters(tmp_path: Path) -> None:
-    """The learner computes W x + B A x in bfloat16, and the engine with their rounded sum."""
-    result = train(tmp_path / "run", 2, *SETTINGS, "model.dtype=bfloat16", "train.num_steps=4")
-    assert all(row["optim/grad_norm"] > 0 for row in result.metrics)
-    assert max(row["policy/mismatch_kl"] for row in result.metrics) < 0.01
-
-
-@pytest.mark.slow
 def test_phases_equal_a_run(tmp_path: Path) -> None:
     """With the fake engine. The rank that leads the phase rollout adds the adapters of the checkpoint to the model."""
     both, phases = tmp_path / "both", tmp_path / "phases"
