@@ -30,6 +30,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -192,26 +194,31 @@ def run_verl(args: argparse.Namespace, folder: Path) -> tuple[list[dict[str, Any
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *settings_of(args, folder)]
     process = subprocess.Popen(command, cwd=folder, env=environment, stdout=sys.stderr)
     wanted, rows, start_s = args.warm_up + args.steps, list[dict[str, Any]](), 0.0
+    family: set[psutil.Process] = set()  # what verl has started, such as Ray's processes; they hold memory of the GPU
     while len(rows) < wanted and process.poll() is None and time.monotonic() - started < args.timeout:
         time.sleep(0.5)
+        family.update(children_of(process))
         lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
         rows = [json.loads(line)["data"] for line in lines if line.endswith(b"\n")]
         if rows and not start_s:
             start_s = time.monotonic() - started - rows[0]["timing_s/step"]
     status = process.poll()
-    end(process)
+    end(process, family)
     if len(rows) <= args.warm_up:
         why = f"ended with status {status}" if status is not None else f"took longer than --timeout {args.timeout}"
         fail(f"verl {why} after {len(rows)} steps; {args.warm_up + 1} are needed. Its own messages are above")
     return rows, start_s
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
-    """End verl and all processes that it has started, such as Ray's, which hold memory of the GPU."""
-    family = []
-    if process.poll() is None:
-        family = psutil.Process(process.pid).children(recursive=True)
-        process.terminate()
+def children_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    with suppress(psutil.Error):  # it may have ended
+        return psutil.Process(process.pid).children(recursive=True)
+    return []
+
+
+def end(process: subprocess.Popen[bytes], family: Iterable[psutil.Process]) -> None:
+    """End verl, and those of its family that are still alive then."""
+    process.terminate()
     try:
         process.wait(GRACE_S)
     except subprocess.TimeoutExpired:
@@ -219,7 +226,8 @@ def end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
     _, alive = psutil.wait_procs(family, timeout=2)
     for child in alive:
-        child.kill()
+        with suppress(psutil.Error):
+            child.kill()
     psutil.wait_procs(alive, timeout=5)
 
 

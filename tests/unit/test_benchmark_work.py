@@ -104,7 +104,7 @@ with open(os.environ["VERL_FILE_LOGGER_PATH"], "w") as file:
         print(json.dumps({"step": step + 1, "data": {"timing_s/step": 0.5, "timing_s/gen": 0.25}}), file=file)
 if os.environ["FAKE_END"] == "hangs":
     time.sleep(100)
-child.kill()
+time.sleep(1.5)
 sys.exit(3)
 """
 
@@ -127,12 +127,18 @@ def verl_arguments(**other: Any) -> argparse.Namespace:
     return argparse.Namespace(**vars(ARGS) | defaults | other)
 
 
+def is_alive(file: Path) -> bool:
+    """Return whether the process with the id in this file runs. One that nobody has waited for yet does not."""
+    pid = int(file.read_text())
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
 def test_verl_is_ended_with_its_children_after_the_last_step(fake_verl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_STEPS", "3")
     monkeypatch.setenv("FAKE_END", "hangs")
     rows, start_s = peer_verl.run_verl(verl_arguments(), fake_verl)
     assert [row["timing_s/step"] for row in rows] == [0.5] * 3 and start_s < 20
-    assert not psutil.pid_exists(int((fake_verl / "child").read_text()))
+    assert not is_alive(fake_verl / "child")
 
 
 @pytest.mark.parametrize(
@@ -149,7 +155,7 @@ def test_too_few_steps_are_no_measurement(
     monkeypatch.setenv("FAKE_END", ending)
     with pytest.raises(SystemExit, match=why):
         peer_verl.run_verl(verl_arguments(timeout=timeout), fake_verl)
-    assert not psutil.pid_exists(int((fake_verl / "child").read_text()))
+    assert not is_alive(fake_verl / "child")
 
 
 def test_settings_of_verl_describe_the_work(tmp_path: Path) -> None:
