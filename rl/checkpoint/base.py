@@ -46,7 +46,7 @@ def check_same_base(manifest: Manifest, bases: Mapping[str, BaseDigests]) -> Non
             f"the manifest of step {manifest.step} does not name the base model of its adapters, so it is damaged. "
             "Restore it from another node or a backup, or resume from an older step with checkpoint.resume=PATH"
         )
-    for kind in sorted(saved.keys() & bases.keys()):
+    for kind in (kind for kind in bases if kind in saved):  # the model first, which may also be that of the critic
         before, now = saved[kind], bases[kind]
         difference = before.find_difference({name: tensor.digest for name, tensor in now.tensors.items()})
         if difference:

@@ -178,6 +178,8 @@ def test_another_base_model_is_refused() -> None:
         check_same_base(manifest({"model": BASE}), {"model": replace(other, path="org/base")})
     with pytest.raises(ConfigError, match=r"critic\.path: got org/other"):
         check_same_base(manifest({"model": BASE, "critic": BASE}), {"model": BASE, "critic": other})
+    with pytest.raises(ConfigError, match=r"model\.path: got org/other"):  # the critic starts from model.path too
+        check_same_base(manifest({"model": BASE, "critic": BASE}), {"model": other, "critic": other})
     check_same_base(manifest({"model": BASE}), {"model": BASE, "critic": other})  # a critic that is new
     with pytest.raises(ConfigError, match="does not name the base model of its adapters"):
         check_same_base(manifest(), {"model": BASE})
