@@ -135,7 +135,8 @@ def test_a_commit_that_is_gone_can_be_forgotten(fake: FakeHub, tmp_path: Path) -
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / client.HUB_COMMITS).write_text(json.dumps({"ada/tiny": "a" * 40}))
     fake.fail("GET", "/api/models/ada/tiny/tree", status=404, times=9, headers={"X-Error-Code": "RevisionNotFound"})
-    with pytest.raises(ConfigError, match=f"no longer has the recorded commit of ada/tiny.*delete {client.HUB_COMMITS} in"):
+    said = f"no longer has the recorded commit of ada/tiny.*delete {client.HUB_COMMITS} in"
+    with pytest.raises(ConfigError, match=said):
         find(tmp_path / "run", 1, 1)
 
 
