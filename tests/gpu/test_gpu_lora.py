@@ -26,7 +26,7 @@ from tests.launcher import torchrun_train as train
 from tests.update import MODELS, check_lora, lora_job, lora_update, make_adapted, make_batch, run_jobs, weights_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(560)]
-LORA = ["model.lora.rank=16", "actor.lr=1e-4"]
+LORA = ["model.lora.rank=16", "actor.lr=3e-4"]
 WAYS = [
     {},
     {"offload": "rollout"},
