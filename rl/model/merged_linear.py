@@ -25,8 +25,7 @@ def _forward(self: Any, inputs: Tensor) -> Tensor:
     if self._disable_adapters:
         return self.base_layer(inputs)
     a, b = self.lora_A[ADAPTER].weight, self.lora_B[ADAPTER].weight
-    merged = _MergedLinear.apply(inputs, self.base_layer.weight, a, b, self.scaling[ADAPTER])
-    return merged if self.base_layer.bias is None else merged + self.base_layer.bias
+    return _MergedLinear.apply(inputs, self.base_layer.weight, a, b, self.scaling[ADAPTER], self.base_layer.bias)
 
 
 class _MergedLinear(torch.autograd.Function):
@@ -38,13 +37,14 @@ class _MergedLinear(torch.autograd.Function):
         a: Tensor,  # [rank, in]
         b: Tensor,  # [out, rank]
         scale: float,
+        bias: Tensor | None,  # [out], frozen; added before the sum is rounded, as in a layer without adapters
     ) -> Tensor:
         ctx.save_for_backward(inputs, weight, a, b)
         ctx.scale = scale
-        return F.linear(inputs, torch.addmm(weight, b, a, alpha=scale))
+        return F.linear(inputs, torch.addmm(weight, b, a, alpha=scale), bias)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, Tensor, Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, Tensor, Tensor, None, None]:
         inputs, weight, a, b = ctx.saved_tensors
         rows, grad = inputs.flatten(0, -2), gradients[0].flatten(0, -2)
         grad_inner = ctx.scale * (grad @ b)  # of A x
@@ -52,4 +52,4 @@ class _MergedLinear(torch.autograd.Function):
         grad_inputs = None
         if ctx.needs_input_grad[0]:
             grad_inputs = torch.addmm(grad @ weight, grad_inner, a).view_as(inputs)
-        return grad_inputs, None, grad_inner.t() @ rows, grad_b, None
+        return grad_inputs, None, grad_inner.t() @ rows, grad_b, None, None

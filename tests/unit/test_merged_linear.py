@@ -52,6 +52,15 @@ def test_it_computes_with_the_rounded_merged_weight(share: float) -> None:
         assert not torch.equal(of_peft, of_engine)
 
 
+def test_a_layer_with_a_bias_starts_as_the_frozen_layer() -> None:
+    """The bias is added before the sum is rounded. Otherwise the policy would not start as the reference."""
+    layer = make_layer(torch.bfloat16, 0.0, bias=True)
+    layer.base_layer.bias.data.uniform_(-9, 9)
+    inputs = torch.rand(50, INPUTS).bfloat16()
+    patch_to_merge(layer)
+    assert torch.equal(layer(inputs), layer.base_layer(inputs))
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_gradients_are_those_of_peft(bias: bool) -> None:
     plain = make_layer(torch.float64, 0.3, bias)
