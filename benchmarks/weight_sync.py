@@ -1,16 +1,19 @@
 """Compare the weight sync with a bare broadcast of the same bytes in the same groups. Prints one JSON line.
 
     python benchmarks/weight_sync.py [--actors 1] [--rollouts 2 | --collocated] [--megabytes 500 | --model 1.7b]
-                                     [--bucket-mb 0] [--rounds 5]
+                                     [--lora RANK] [--bucket-mb 0] [--rounds 5]
 
-It starts its own torchrun. Weights are random. Rounds of all ways take turns, and figures are medians of --rounds:
+It starts its own torchrun. Weights are random. With --lora, the model has adapters, so weights are merged on their way,
+and those without adapters are not sent. Rounds of all ways take turns, and figures are medians of --rounds:
+    megabytes               what a sync sends, of model_megabytes
     gbps                    the sync as train.py runs it, with real vLLM engines and sync.verify=full
     wire_gbps               a bare broadcast of the plan's bytes, bucket by bucket, between buffers that exist already
     ratio                   gbps / wire_gbps
     ratio_bare_receivers    the same with receivers that only receive, and sync.verify=transport
     verify_percent          extra time of sync.verify=transport over off, with the same engines
     verify_full_percent     extra time of sync.verify=full over off
-    naive_gbps              each tensor gathered on the actors, broadcast and loaded on its own, without verification
+    naive_gbps              each tensor gathered on the actors, broadcast and loaded on its own, without verification;
+                            without --lora only
     peak_extra_mb           the most memory that a rank used during a sync, besides its model and its engine
 """
 
@@ -35,8 +38,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout
 from benchmarks.program import gpu_name, run_torchrun
 from benchmarks.random_model import SHAPES, save_random_model
 from rl.config.load import load_config
-from rl.config.schema import Config, Verify
+from rl.config.schema import Config, LoraConfig, Verify
 from rl.model.load import load_model
+from rl.model.lora import Adapters
 from rl.model.shards import local_slices
 from rl.placement.groups import make_groups
 from rl.placement.roles import plan
@@ -44,7 +48,8 @@ from rl.rollout.engine import Engine, EngineSeat, build_engine
 from rl.sync.layout import MemoryLayout
 from rl.sync.plan import make_plan
 from rl.sync.probe import LIMITS, make_probe
-from rl.sync.weights import StartSync, SyncSettings, WeightSource, WeightSync, share_tensors
+from rl.sync.sources import WeightSource
+from rl.sync.weights import StartSync, SyncSettings, WeightSync, share_tensors
 from rl.world.world import World, join
 
 
@@ -84,7 +89,8 @@ class Bench:
     def _load(self, folder: Path) -> nn.Module | None:
         if self.groups.actor_mesh is None:
             return None
-        return load_model(folder, self.groups.actor_mesh, self.world.device, self.config.model.dtype, trainable=True)
+        trainable = Adapters(LoraConfig(rank=self.args.lora), seed=0) if self.args.lora else True
+        return load_model(folder, self.groups.actor_mesh, self.world.device, self.config.model.dtype, trainable)
 
     def _build_engine(self, folder: Path) -> Engine | None:
         index = self.placement.engine_of(self.world.rank)
@@ -127,7 +133,7 @@ class Bench:
 
     def wire(self) -> None:
         """Broadcast the plan's bytes, bucket by bucket, from each owner."""
-        for bucket in self.plan.buckets:
+        for bucket in self.plan.changing_buckets:
             for owner, pg in enumerate(self.groups.sync_pgs):
                 num_bytes = bucket.sent_bytes(owner) if bucket.ranges[owner] else 0
                 if (
@@ -195,10 +201,11 @@ class Bench:
             "transport": lambda: self.publish(engines_transport),
             "off": lambda: self.publish(engines_off),
             "bare": lambda: self.publish(bare),
-            "naive": self.naive,
         }
+        if not self.args.lora:
+            works["naive"] = self.naive
         if self.plan.needs_transfer:
-            longest = max(bucket.num_bytes for bucket in self.plan.buckets)
+            longest = max(bucket.num_bytes for bucket in self.plan.changing_buckets)
             self.scratch = torch.zeros(longest, dtype=torch.uint8, device=self.world.device)
             works["wire"] = self.wire
         seconds: dict[str, list[float]] = {name: [] for name in works}
@@ -210,18 +217,21 @@ class Bench:
         return self._row({name: statistics.median(values) for name, values in seconds.items()}, peak)
 
     def _row(self, seconds: dict[str, float], peak: float) -> dict:
-        gbps = {name: self.plan.num_bytes / value / 1e9 for name, value in seconds.items()}
+        sent = self.plan.bytes_of(self.plan.changing_buckets)
+        gbps = {name: sent / value / 1e9 for name, value in seconds.items()}
         actors, rollouts = len(self.placement.actors), len(self.placement.engines)
         row: dict = {"benchmark": "weight_sync", "model": self.args.model, "actors": actors, "engines": rollouts}
         row |= {"collocated": self.args.collocated, "device": gpu_name()}
-        row |= {"megabytes": round(self.plan.num_bytes / 1e6), "bucket_mb": self.plan.bucket_bytes >> 20}
-        row |= {"buckets": len(self.plan.buckets), "seconds": round(seconds["full"], 4), "gbps": round(gbps["full"], 3)}
+        row |= {"lora": self.args.lora, "megabytes": round(sent / 1e6), "bucket_mb": self.plan.bucket_bytes >> 20}
+        row |= {"model_megabytes": round(self.plan.num_bytes / 1e6), "buckets": len(self.plan.changing_buckets)}
+        row |= {"seconds": round(seconds["full"], 4), "gbps": round(gbps["full"], 3)}
         if "wire" in gbps:
             row |= {"wire_gbps": round(gbps["wire"], 3), "ratio": round(gbps["full"] / gbps["wire"], 3)}
             row |= {"ratio_bare_receivers": round(gbps["bare"] / gbps["wire"], 3)}
         for name, key in (("transport", "verify_percent"), ("full", "verify_full_percent")):
             row[key] = round(100 * (seconds[name] / seconds["off"] - 1), 1)
-        return row | {"peak_extra_mb": peak, "naive_gbps": round(gbps["naive"], 3)}
+        row["peak_extra_mb"] = peak
+        return row | ({"naive_gbps": round(gbps["naive"], 3)} if "naive" in gbps else {})
 
 
 def _peak_rss() -> int:
@@ -236,6 +246,7 @@ def main() -> None:
     parser.add_argument("--collocated", action="store_true", help="every actor also hosts an engine; no other ranks")
     parser.add_argument("--megabytes", type=float, default=500, help="size of the model, to the nearest layer")
     parser.add_argument("--model", choices=SHAPES, default="any size", help="or one of these shapes")
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="rank of adapters; 0: none")
     parser.add_argument("--bucket-mb", type=int, default=0, help="0: the default of train.py")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", help=argparse.SUPPRESS)  # the launching process passes the model's folder

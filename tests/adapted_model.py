@@ -10,19 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl.config.schema import LoraConfig
-from rl.model import attention, load, rotary
 from rl.model.adapter_names import is_adapter
-from rl.model.logprobs import patch_forward_to_score
-from rl.model.lora import inject
+from rl.model.load import load_model
+from rl.model.lora import Adapters
 from rl.model.shards import TensorInfo, local_slices
 
-CPU = torch.device("cpu")
 STEP = 2.0**-10
 
 
@@ -35,24 +31,8 @@ def save_exact(model: Any, folder: Path) -> None:
 
 
 def load_adapted(folder: Path, mesh: DeviceMesh, config: LoraConfig, dtype: str) -> nn.Module:
-    """Build a model with adapters on a mesh of CPUs, and fill it. Its adapters are those of `draw` in round 0."""
-    attention.register()
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(folder), dtype=torch.float32, attn_implementation=attention.RAGGED
-        )
-    rotary.replace(model)
-    patch_forward_to_score(model)
-    inject(model, config, dtype)
-    model.eval()
-    load._shard(model, mesh, dtype, on_host=False)
-    model.to_empty(device="cpu")
-    model.tie_weights()
-    load._place_buffers(model, CPU)
-    files = load_file(folder / "model.safetensors")
-    for part in local_slices(model):
-        if not is_adapter(part.info.name):
-            part.data.copy_(files[part.info.name][own_rows(part.info, mesh)])
+    """Load a model with adapters on a mesh of CPUs. Its adapters are those of `draw` in round 0."""
+    model = load_model(folder, mesh, torch.device("cpu"), dtype, Adapters(config, seed=0))
     fill_adapters(model, mesh, round_number=0)
     return model
 

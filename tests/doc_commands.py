@@ -79,6 +79,7 @@ ELSEWHERE = (
         for name in ("calculator", "guess")
     }
     | {
+        "python benchmarks/traffic.py --table": ("tests/unit/test_traffic_model.py", '["traffic.py", "--table"]'),
         "make demo": ("tests/e2e/test_demo.py", '"make", "demo"'),
         "make tensorboard": ("Makefile", "tools/open_tensorboard.py $(RUN)"),
         "python -m tests.browser.board_pages docs": (

@@ -155,6 +155,7 @@ def _typed(values: dict) -> Config:
         values["health"]["actions"] = {rule: "off" if action is False else action for rule, action in actions.items()}
     kinds = {name: entry.type for name, entry in keys_of(Config)}
     _fill_empty(values, kinds)
+    _check_shapes(values)
     if "class" in values.get("environment", {}):
         values["environment"]["class_"] = values["environment"].pop("class")
     try:
@@ -210,6 +211,22 @@ def _fill_empty(values: dict, kinds: Mapping[str, Any]) -> None:
             remedy = "give one, or leave the key out for its default"
             raise ConfigError(f"{name}: got no value; it must be {_needed(kind)}: {remedy}")
         content[leaf] = ""
+
+
+def _check_shapes(values: dict) -> None:
+    """Refuse lists of anything but texts, for which OmegaConf has no plain message, and numbers for true or false,
+    which it would take: `critic.lora=8` is no rank."""
+    for name, entry in keys_of(Config):
+        section, _, leaf = name.rpartition(".")
+        value = _content_of(values, section).get(leaf)
+        if value is None or (isinstance(value, str) and "${" in value):
+            continue
+        is_list = isinstance(value, list) and all(isinstance(each, str | int | float) for each in value)
+        if get_origin(entry.type) is list and not is_list:
+            allowed = entry.metadata["allowed"]
+            raise ConfigError(f"{name}: got {value!r}; it must be {allowed.text if allowed else 'a list of texts'}")
+        if entry.type is bool and type(value) in (int, float) and value not in (0, 1):
+            raise ConfigError(f"{name}: got {value!r}; it must be {_needed(bool)}")
 
 
 def _needed(kind: Any) -> str:

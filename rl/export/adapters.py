@@ -18,6 +18,7 @@ from rl.export.plan import BASE, FLOATS, Delta, MergedTensor, OutputFile, lay_ou
 from rl.export.write import CorruptFile, OpenFiles, OtherBytes
 from rl.model.adapter_names import adapters_of, is_adapter
 from rl.model.base_digest import BaseDigests, digest_tensors, find_tensors
+from rl.model.hub import HUB_COMMITS, read_commits
 from rl.model.shape import local_folder
 
 PEFT_PREFIX = "base_model.model."  # of all names in adapter_model.safetensors
@@ -44,15 +45,18 @@ class BaseModelFiles:
     manifest: Manifest
 
     @staticmethod
-    def find(manifest: Manifest, given: Path | None) -> "BaseModelFiles":
-        """Return the given folder, or else the one of the run's model.path, if that is on this machine."""
+    def find(manifest: Manifest, given: Path | None, run_folder: Path, otherwise: str) -> "BaseModelFiles":
+        """Return the given folder, or else the one of the run's model.path, if that is on this machine. Of a model on
+        the hub, that is the commit that the run has used. If there is none, `otherwise` says what needs no base."""
         path = base_of(manifest).path
-        folder = given or local_folder(path)
+        commit = read_commits(run_folder / HUB_COMMITS).get(path)
+        folder = given or local_folder(path, commit)
         if folder is None or not folder.is_dir():
-            missing = f"{given} is no folder" if given else f"{path} is neither a folder here nor in the hub's cache"
+            name = f"{path} at commit {commit}" if commit else path
+            missing = f"{given} is no folder" if given else f"{name} is neither a folder here nor in the hub's cache"
             raise MergeError(
                 f"step {manifest.step} holds adapters, and {missing}; give the folder of the model that the run was "
-                "started with: --base FOLDER. With --adapter, only the adapters are exported, without that model"
+                f"started with: --base FOLDER. {otherwise}"
             )
         return BaseModelFiles(folder, manifest)
 

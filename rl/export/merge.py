@@ -149,7 +149,10 @@ class CheckpointMerge:
 
     @cached_property
     def _base(self) -> BaseModelFiles:
-        return BaseModelFiles.find(self._checkpoint.manifest, self._options.base)
+        otherwise = "With --adapter, only the adapters are exported, without that model"
+        if self._options.adapter:
+            otherwise = "Without --verify-logits, adapters are exported without that model"
+        return BaseModelFiles.find(self._checkpoint.manifest, self._options.base, self._run_folder, otherwise)
 
     @cached_property
     def _outputs(self) -> list[OutputFile]:
@@ -163,6 +166,8 @@ class CheckpointMerge:
     def prepare(self) -> None:
         """Check that all files can be reached and that the result fits on the disk. Say what will be done."""
         checkpoint, output = self._checkpoint, self._work.output
+        if self._options.adapter and self._options.verify_logits:
+            self._base  # noqa: B018  # raises before any work if it is not here
         if self._work.is_merged():
             print_and_go_on(f"{output} is complete already")
             return

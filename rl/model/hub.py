@@ -19,6 +19,8 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import msgspec
+
 from rl.common.credentials import hide_credentials
 from rl.common.files import write_atomically
 from rl.common.text import format_bytes
@@ -26,6 +28,7 @@ from rl.config.schema import ConfigError, resolve_path
 from rl.watch.heart import HEART
 from rl.watch.reports import ServiceUnavailable
 
+HUB_COMMITS = "hub_commits.json"  # in the folder of a run: what it downloaded
 MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]  # no pickles, which may run code
 TIMEOUTS_S = {"connect": 20.0, "read": 300.0, "write": 300.0, "pool": 300.0}
 MAX_RETRIES = 6
@@ -139,6 +142,18 @@ def _note_commit(cache: Path, revision: str, commit: str) -> None:
     with suppress(OSError):  # the cache may be read-only
         (cache / "refs" / revision).parent.mkdir(parents=True, exist_ok=True)
         write_atomically(cache / "refs" / revision, commit)
+
+
+def read_commits(record: Path) -> dict[str, str]:
+    """Return the commits that an earlier attempt of the run has used, by the names of models and datasets."""
+    try:
+        return msgspec.json.decode(record.read_bytes(), type=dict[str, str])
+    except (OSError, ValueError, RecursionError):  # there is none, or it is damaged
+        return {}
+
+
+def write_commits(record: Path, commits: Mapping[str, str]) -> None:
+    write_atomically(record, json.dumps(commits, indent=2))
 
 
 def find_in_cache(setting: str, name: str) -> Path | None:

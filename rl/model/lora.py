@@ -1,8 +1,9 @@
 """LoRA: small trained matrices beside the frozen weights of linear layers, W + scale x B x A. They come from peft.
 
 peft adds its modules to our model before it is sharded. We call nothing else of it, since its functions to switch or
-merge adapters expect whole tensors. Frozen weights are stored in the dtype of forward passes, and adapters are float32
-masters. Importing peft takes seconds, so only runs with adapters do.
+merge adapters expect whole tensors, and its layers do not compute what an engine computes (merged_linear.py). Frozen
+weights are stored in the dtype of forward passes, and adapters are float32 masters. Importing peft takes seconds, so
+only runs with adapters do.
 """
 
 import hashlib
@@ -18,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rl.config.schema import ALL_LINEAR, ConfigError, LoraConfig
 from rl.model.adapter_names import ADAPTER, is_adapter
+from rl.model.merged_linear import patch_to_merge
 from rl.model.shards import LocalSlice, local_slices, named_parameters
 
 
@@ -43,11 +45,24 @@ def inject(model: Any, config: LoraConfig, dtype: str, own_head: str = "") -> No
         init_lora_weights=False,
     )
     peft.inject_adapter_in_model(settings, model, adapter_name=ADAPTER, low_cpu_mem_usage=True)
+    for layer in _lora_layers(model):
+        patch_to_merge(layer)
+    model.get_input_embeddings().register_forward_hook(_require_gradient)
     for name, parameter in model.named_parameters():
         is_trained = is_adapter(name) or name == own_head
         parameter.requires_grad_(is_trained)
         if not is_trained:
             parameter.data = parameter.data.to(getattr(torch, dtype))
+
+
+def _require_gradient(module: nn.Module, inputs: Any, output: Tensor) -> None:
+    """Make the input of the first layer need a gradient. Compiled layers would otherwise need a graph for it alone."""
+    if torch.is_grad_enabled():
+        output.requires_grad_()
+
+
+def _lora_layers(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if hasattr(module, "_disable_adapters")]
 
 
 def _targets(model: Any, config: LoraConfig) -> list[str]:
@@ -120,7 +135,7 @@ def trained_slices(model: nn.Module) -> list[LocalSlice]:
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """Compute without adapters in this context. peft's own functions would also change which parameters are trained."""
-    layers: list[Any] = [module for module in model.modules() if hasattr(module, "_disable_adapters")]
+    layers = _lora_layers(model)
     for layer in layers:
         layer._disable_adapters = True
     try:

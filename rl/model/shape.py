@@ -14,14 +14,15 @@ from rl.config.schema import ALL_LINEAR, Config, ConfigError, resolve_path
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-def local_folder(path: str) -> Path | None:
-    """Return a model's local folder, which may be in the hub's cache. Return None if it has no config.json."""
+def local_folder(path: str, commit: str | None = None) -> Path | None:
+    """Return a model's local folder, which may be in the hub's cache. Return None if it has no config.json. `commit` is
+    that of a model on the hub; by default the newest one in the cache."""
     folder = resolve_path(path)
     if not folder.exists() and not Path(path).is_absolute():
         from huggingface_hub import try_to_load_from_cache
 
         try:
-            found = try_to_load_from_cache(path, "config.json")
+            found = try_to_load_from_cache(path, "config.json", revision=commit)
         except ValueError:  # not a hub name
             return None
         return Path(found).parent if isinstance(found, str) else None

@@ -15,9 +15,8 @@ from rl.config.hub_path import HubPath, read_hub_path
 from rl.config.schema import Config
 from rl.data.read import choose_files
 from rl.data.sources import used_paths
-from rl.model.hub import download_dataset, find_dataset_commit
+from rl.model.hub import HUB_COMMITS, download_dataset, find_dataset_commit, read_commits, write_commits
 from rl.placement.roles import Placement
-from rl.run.find_models import RECORD, read_record, write_record
 from rl.world.messages import Mailbox, Message
 
 SETTING = "data"
@@ -36,9 +35,9 @@ def find_datasets(mail: Mailbox, placement: Placement, config: Config, run_folde
     if not hub_paths(config):
         return {}
     if mail.rank == 0:
-        record = read_record(run_folder / RECORD)
+        record = read_commits(run_folder / HUB_COMMITS)
         commits = choose_commits(config, record)
-        write_record(run_folder / RECORD, record | commits)
+        write_commits(run_folder / HUB_COMMITS, record | commits)
         mail.send(placement.leader, DatasetCommits(commits))
     if mail.rank != placement.leader:
         return {}
@@ -57,7 +56,7 @@ def choose_commits(config: Config, recorded: Mapping[str, str]) -> dict[str, str
         name = path.dataset
         if name not in commits:
             commits[name] = recorded.get(name) or find_dataset_commit(SETTING, path.repo, path.revision)
-            source = f", as recorded in {RECORD}" if name in recorded else ""
+            source = f", as recorded in {HUB_COMMITS}" if name in recorded else ""
             print(f"oneworld: {SETTING}: {name} at commit {commits[name]}{source}", flush=True)
     return commits
 

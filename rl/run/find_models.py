@@ -7,23 +7,17 @@ commit in the run's folder. A restarted or resumed run uses the recorded commit,
 change.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-import msgspec
-
-from rl.common.files import write_atomically
 from rl.common.notices import NOTICES
 from rl.config.schema import Config, ConfigError, resolve_path
-from rl.model.hub import download, find_commit, warn_of_typo
+from rl.model.hub import HUB_COMMITS, download, find_commit, read_commits, warn_of_typo, write_commits
 from rl.model.shape import check_folder
 from rl.placement.roles import Placement
 from rl.world.messages import Mailbox, Message
-
-RECORD = "hub_commits.json"
 
 
 @dataclass(frozen=True)
@@ -46,7 +40,7 @@ def find_models(mail: Mailbox, placement: Placement, config: Config, run_folder:
     """Return the folder of each model. The keys are the settings that name the models: model.path, critic.path."""
     settings = config.model_paths
     if mail.rank == 0:
-        commits = HubCommits(_choose_commits(settings, run_folder / RECORD))
+        commits = HubCommits(_choose_commits(settings, run_folder / HUB_COMMITS))
         for lead in placement.node_leads:
             mail.send(lead, commits)
     if mail.rank in placement.node_leads:
@@ -60,7 +54,7 @@ def find_models(mail: Mailbox, placement: Placement, config: Config, run_folder:
 
 def _choose_commits(settings: Mapping[str, str], record: Path) -> dict[str, str]:
     """Return the commit of each model, empty for a local folder. Reuse commits that an earlier attempt recorded."""
-    recorded = read_record(record)
+    recorded = read_commits(record)
     commits: dict[str, str] = {}
     for setting, path in settings.items():
         if resolve_path(path).exists():
@@ -74,20 +68,8 @@ def _choose_commits(settings: Mapping[str, str], record: Path) -> dict[str, str]
             commits[path] = find_commit(setting, path)
             print(f"oneworld: {setting}: {path} at commit {commits[path]}", flush=True)
     if on_hub := {path: commit for path, commit in commits.items() if commit}:
-        write_record(record, recorded | on_hub)
+        write_commits(record, recorded | on_hub)
     return commits
-
-
-def read_record(record: Path) -> dict[str, str]:
-    """Return the commits that an earlier attempt of the run has used, by the names of models and datasets."""
-    try:
-        return msgspec.json.decode(record.read_bytes(), type=dict[str, str])
-    except (OSError, ValueError, RecursionError):  # there is none, or it is damaged
-        return {}
-
-
-def write_record(record: Path, commits: Mapping[str, str]) -> None:
-    write_atomically(record, json.dumps(commits, indent=2))
 
 
 def _find(setting: str, path: str, commit: str) -> Path:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import nn
 
-from rl.checkpoint.base import check_same_base, digest_base
+from rl.checkpoint.base import Share, check_same_base, digest_base
 from rl.config.schema import LoraConfig
 from rl.learner import scoring
 from rl.learner.critic import CriticTrainer
@@ -78,10 +78,13 @@ def digest_bases(run: Run, policy: nn.Module, critic: CriticTrainer | None = Non
     config, pg = run.config, run.groups.actor_pg
     if config.debug.dry_run:  # it saves nothing, and the model may have no weights
         return {}
-    found = {"model": digest_base(policy, config.model.path, run.model_folder, pg)}
+    node_of, rank = run.placement.nodes.node_of, run.world.rank
+    here = [actor for actor in run.placement.actors if node_of(actor) == node_of(rank)]
+    share = Share(here.index(rank), len(here))
+    found = {"model": digest_base(policy, config.model.path, run.model_folder, pg, share)}
     if critic is not None:
         folder = run.models.get("critic.path", run.model_folder)
-        found["critic"] = digest_base(critic.model, config.critic.path or config.model.path, folder, pg)
+        found["critic"] = digest_base(critic.model, config.critic.path or config.model.path, folder, pg, share)
     bases = {kind: base for kind, base in found.items() if base is not None}
     if run.resume is not None:
         check_same_base(run.resume.manifest, bases)

@@ -19,7 +19,7 @@ from rl.config.schema import ConfigError, resolve_path
 from rl.data.sources import Data, check_files, make_conversation, read_data
 from rl.data.trajectory_files import list_files, run_folder, trajectory_folder
 from rl.environments.find import read_environment
-from rl.model.hub import find_in_cache, warn_of_typo
+from rl.model.hub import HUB_COMMITS, find_in_cache, read_commits, warn_of_typo
 from rl.model.memory import estimate, estimate_adapters
 from rl.model.shape import check_folder, check_model, check_weights, measure_size
 from rl.model.tokenizer import load_tokenizer
@@ -33,7 +33,6 @@ from rl.rewards.trial import TrialRow, score_one_row
 from rl.rollout.schedule import describe_lag, plan_schedule
 from rl.run.checks import check_lora, check_settings
 from rl.run.find_data import choose_commits, download_datasets
-from rl.run.find_models import RECORD, read_record
 from rl.watch.reports import ServiceUnavailable
 from rl.world.bootstrap import exit_before_join, is_first_on_node
 
@@ -180,7 +179,7 @@ class RunPlan:
         """Return the folders of datasets on the hub. Unlike a model, a dataset is downloaded for the plan."""
         run = Path(self.config.run.dir) / self.config.run.name
         try:
-            return download_datasets(self.config, choose_commits(self.config, read_record(run / RECORD)))
+            return download_datasets(self.config, choose_commits(self.config, read_commits(run / HUB_COMMITS)))
         except ServiceUnavailable as error:
             raise ConfigError(str(error)) from None
 

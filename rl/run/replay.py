@@ -32,14 +32,13 @@ from rl.data.batch import Batch
 from rl.data.conversations import count_observed
 from rl.data.group_file import StoredGroup, groups_from_bytes, step_from_bytes
 from rl.learner.credit import assign_credit
-from rl.model.hub import download
+from rl.model.hub import HUB_COMMITS, download
 from rl.placement.groups import Groups, make_groups
 from rl.placement.nodes import Nodes
 from rl.placement.roles import Placement
 from rl.report.describe import describe
 from rl.report.metrics import Measures
 from rl.report.rows import METRICS, ROLLOUTS, read_metrics
-from rl.run.find_models import RECORD
 from rl.run.models import build_critic, build_learner, digest_bases, load_policy, reference_of
 from rl.run.open import Run
 from rl.run.reporter import rollout_file
@@ -336,7 +335,7 @@ def _needs_model_files(saved: SavedStep) -> bool:
 
 def _commits(saved: SavedStep) -> dict[str, str]:
     """Return the commits of models on the hub, which the run has recorded."""
-    record = saved.folder / RECORD
+    record = saved.folder / HUB_COMMITS
     return msgspec.json.decode(record.read_bytes(), type=dict[str, str]) if record.is_file() else {}
 
 

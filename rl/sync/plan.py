@@ -25,6 +25,7 @@ from rl.model.shards import TensorInfo, local_slices, named_parameters
 from rl.placement.roles import Placement
 
 BUCKET_MB = {"cuda": 128, "cpu": 32}  # smaller on CPUs, so that a bucket is still in the cache when it is used
+PORTION_BYTES = 32 << 20  # of merged rows that are in memory at once
 ALIGNMENT = 16  # bytes; tensors and packed rows start at multiples of this
 
 
@@ -118,9 +119,12 @@ class Plan:
         return sum(self.tensors[index].num_bytes for bucket in buckets for index in bucket.tensors)
 
     def portions(self, ranges: Sequence[RowRange]) -> list[Sequence[RowRange]]:
-        """Split ranges into those that are read at once. Merged rows are computed whenever they are read, so that they
-        take the memory of one tensor."""
-        return [[part] for part in ranges] if self.is_merged else [ranges]
+        """Split ranges into those that are read at once. Merged rows are computed whenever they are read, and take
+        memory of their own: PORTION_BYTES, or the size of a larger tensor."""
+        if not self.is_merged:
+            return [ranges]
+        tensors = [self.tensors[part.tensor] for part in ranges]
+        return [[ranges[i] for i in each] for each in cut_buckets(tensors, range(len(ranges)), PORTION_BYTES)]
 
     def fit_together(self, bucket: Bucket, following: Bucket) -> bool:
         """Return whether both buckets may be in memory at once: within twice bucket_bytes plus the largest tensor."""

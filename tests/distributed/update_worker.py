@@ -30,7 +30,7 @@ from rl.learner.scoring import LocalScorer, ScoringModels
 from rl.learner.sharded_trainer import ShardedModel, ShardedTrainer
 from rl.model.adapter_names import is_adapter
 from rl.model.load import Compute, load_model
-from rl.model.lora import Adapters, BaseModel, has_adapters
+from rl.model.lora import Adapters, BaseModel
 from rl.model.shards import LocalSlice, local_slices, named_parameters
 from rl.report.metrics import Measures
 from tests.forked_ranks import run_worlds
@@ -151,12 +151,15 @@ def check_offloading(learner: PolicyTrainer, actor: ActorConfig) -> None:
 
 
 def check_sizes(learner: PolicyTrainer, actor: ActorConfig, job: dict) -> None:
-    """Compare the sizes of this rank's state with the rows that it holds. Trained ones are in float32."""
+    """Compare the sizes of this rank's state with the rows that it holds. Trained ones are in float32. What is always
+    in the memory of a GPU's host counts as 0."""
     held = {part.info.name: part.data.nbytes for part in local_slices(learner.model)}
     numbers = {part.info.name: part.data.numel() for part in local_slices(learner.model)}
     names = [name for name in held if name not in job["frozen"] and (is_adapter(name) or not job["lora"])]
     trained = 4 * sum(numbers[name] for name in names)
     expected = {"weights": sum(held.values()), "gradients": trained, "optimizer": 2 * trained}
+    if actor.offload == "always" and job["device"] != "cpu":
+        expected = dict.fromkeys(expected, 0)
     if learner.num_updates and actor.optimizer == "adamw":
         assert learner.bytes_by_kind() == expected, (learner.bytes_by_kind(), expected)
         assert learner.bytes_present() == expected["weights"] + expected["optimizer"], "gradients are freed"
@@ -195,16 +198,13 @@ class WatchedUpdate:
     """Check the optimizer steps of an update, where the trainer cuts a mini-batch and where it takes micro-batches.
 
     Moments are offloaded before each step. They stay so until the last backward pass has freed the activations of their
-    layer, and moments that belong to no layer until the end. So do those of the first layer if its input has no
-    gradient, because the embeddings are frozen and layers are not recomputed. A rank with the whole model, and
-    replicas, reduce gradients only after the last micro-batch.
+    layer, and moments that belong to no layer until the end. A rank with the whole model, and replicas, reduce
+    gradients only after the last micro-batch.
     """
 
     def __init__(self, trainer: ShardedTrainer, reduces_once: bool, checks_operators: bool):
         self._trainer, self._reduces_once, self._checks_operators = trainer, reduces_once, checks_operators
         self._moments: list[LocalSlice] = []  # known after the first step, which makes them
-        is_recomputed = any(getattr(module, "gradient_checkpointing", False) for module in trainer.model.modules())
-        self._is_first_late = has_adapters(trainer.model) and not is_recomputed
         self._num_offloaded = 0  # before the step
         self._after: list[tuple[bool, int]] = []  # each micro-batch: has it left gradients, and moments offloaded?
 
@@ -243,9 +243,7 @@ class WatchedUpdate:
         assert early == [not self._reduces_once] * len(early) and last, self._after
         assert self.num_offloaded() == 0
         if (before := self._num_offloaded) > 0:
-            late = ".layers.0." if self._is_first_late else "none"
-            names = [each.info.name for each in self._moments if each.data.numel()]
-            of_layers = [name for name in names if ".layers." in name and late not in name]
+            of_layers = [each for each in self._moments if ".layers." in each.info.name and each.data.numel()]
             others = before - len(of_layers)
             assert others < before, (others, before)
             counts = [count for _, count in self._after]

@@ -105,6 +105,11 @@ SMOKE = {  # by program; what follows a comma names another run of it
         "seconds mfu_update mfu_update_with_attention mfu_logprobs peak_memory_gib mismatch_kl settings",
     ),
     "suggest": Smoke("--ranks 2 --mean 8 --steps 3 --step-ms 10 --start turns", "ranks mean steps step_ms", "starts"),
+    "traffic": Smoke(
+        "--model qwen2.5-7b --update-s 20 --rollout-s 20",
+        "rollout_s update_s tokens max_tokens nvlink network latency_us local",
+        "placements",
+    ),
     "turns": Smoke(
         "--conversations 32 --slots 8 --turns 2 --tool-s 0.05 --step-ms 2",
         "conversations slots turns tokens tool_s step_ms utilization ratio",
@@ -128,6 +133,7 @@ NEEDS = {
     "decode_attention": "",
     "peer_trl": "trl, datasets, liger-kernel",
     "peer_trl_learn": "trl, datasets",
+    "peer_verl": "verl, flash-attn, liger-kernel",
 }
 # These break clusters of network namespaces, and a cluster takes half a minute to start.
 # tests/e2e/test_doc_runs.py runs both with few faults.

@@ -22,11 +22,11 @@ from rl.model.memory import estimate
 from rl.model.shape import measure_size
 from rl.placement.roles import plan
 from tests.gpu.test_worlds import SEPARATE, check, settings
-from tests.launcher import train
+from tests.launcher import torchrun_train as train
 from tests.update import MODELS, check_lora, lora_job, lora_update, make_adapted, make_batch, run_jobs, weights_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(560)]
-LORA = ["model.lora.rank=16", "actor.lr=1e-4"]
+LORA = ["model.lora.rank=16", "actor.lr=3e-4"]
 WAYS = [
     {},
     {"offload": "rollout"},

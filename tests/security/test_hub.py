@@ -24,7 +24,7 @@ from rl.config.schema import ROOT, ConfigError
 from rl.model import hub as client
 from rl.placement.nodes import Nodes
 from rl.placement.roles import Placement
-from rl.run.find_models import RECORD, find_models
+from rl.run.find_models import find_models
 from rl.watch.heart import HEART
 from rl.watch.reports import AttemptHistory, Report, ServiceUnavailable
 from tests.hub import TOKEN, FakeHub, hub
@@ -119,7 +119,7 @@ def test_a_restarted_run_keeps_its_commit(fake: FakeHub, tmp_path: Path, capsys:
     before = find(tmp_path / "run", 1, 2)
     fake.push("ada/tiny", {"config.json": b'{"model_type": "newer"}'})
     assert find(tmp_path / "run", 1, 2) == before
-    assert f"as recorded in {tmp_path / 'run' / RECORD}" in capsys.readouterr().out
+    assert f"as recorded in {tmp_path / 'run' / client.HUB_COMMITS}" in capsys.readouterr().out
     (newer, *_) = find(tmp_path / "other", 1, 2)
     assert (newer["model.path"] / "config.json").read_bytes() == b'{"model_type": "newer"}'
 
@@ -127,15 +127,16 @@ def test_a_restarted_run_keeps_its_commit(fake: FakeHub, tmp_path: Path, capsys:
 @pytest.mark.parametrize("text", ["", "[]", '{"ada/tiny": 5}', "[" * 100_000])
 def test_a_damaged_record_of_commits_counts_as_none(text: str, fake: FakeHub, tmp_path: Path) -> None:
     before = find(tmp_path / "run", 1, 2)
-    (tmp_path / "run" / RECORD).write_text(text)
+    (tmp_path / "run" / client.HUB_COMMITS).write_text(text)
     assert find(tmp_path / "run", 1, 2) == before
 
 
 def test_a_commit_that_is_gone_can_be_forgotten(fake: FakeHub, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / RECORD).write_text(json.dumps({"ada/tiny": "a" * 40}))
+    (tmp_path / "run" / client.HUB_COMMITS).write_text(json.dumps({"ada/tiny": "a" * 40}))
     fake.fail("GET", "/api/models/ada/tiny/tree", status=404, times=9, headers={"X-Error-Code": "RevisionNotFound"})
-    with pytest.raises(ConfigError, match=f"no longer has the recorded commit of ada/tiny.*delete {RECORD} in"):
+    said = f"no longer has the recorded commit of ada/tiny.*delete {client.HUB_COMMITS} in"
+    with pytest.raises(ConfigError, match=said):
         find(tmp_path / "run", 1, 1)
 
 

@@ -8,7 +8,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from rl.checkpoint.base import check_same_base, digest_base
+from rl.checkpoint.base import Share, check_same_base, digest_base
 from rl.checkpoint.manifest import CheckpointError, Manifest
 from rl.checkpoint.resume import SliceReader, check_same_lora, fill, find_checkpoint, preview_resume
 from rl.checkpoint.snapshot import Snapshot
@@ -178,6 +178,8 @@ def test_another_base_model_is_refused() -> None:
         check_same_base(manifest({"model": BASE}), {"model": replace(other, path="org/base")})
     with pytest.raises(ConfigError, match=r"critic\.path: got org/other"):
         check_same_base(manifest({"model": BASE, "critic": BASE}), {"model": BASE, "critic": other})
+    with pytest.raises(ConfigError, match=r"model\.path: got org/other"):  # the critic starts from model.path too
+        check_same_base(manifest({"model": BASE, "critic": BASE}), {"model": other, "critic": other})
     check_same_base(manifest({"model": BASE}), {"model": BASE, "critic": other})  # a critic that is new
     with pytest.raises(ConfigError, match="does not name the base model of its adapters"):
         check_same_base(manifest(), {"model": BASE})
@@ -186,4 +188,4 @@ def test_another_base_model_is_refused() -> None:
 def test_a_run_without_adapters_has_no_base_model() -> None:
     check_same_base(manifest({}, model__lora__rank=0), {})
     model = torch.nn.Linear(3, 2)
-    assert digest_base(model, "x", Path("nowhere"), None) is None, "and reads no files"  # type: ignore[arg-type]
+    assert digest_base(model, "x", Path("nowhere"), None, Share(0, 1)) is None, "and reads no files"  # type: ignore[arg-type]

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from rl.config.schema import Config
+from rl.config.schema import Config, sections_of
 from tools import config_reference
 
 
@@ -14,9 +14,9 @@ def test_the_page_is_current() -> None:
 
 def test_every_key_is_on_it_with_its_default() -> None:
     page = config_reference.render()
-    for section in dataclasses.fields(Config):
-        keys = dataclasses.fields(section.type) if dataclasses.is_dataclass(section.type) else ()
-        assert all(f"| `{section.name}.{key.name.rstrip('_')}` |" in page for key in keys)
+    for section, schema in sections_of(Config):
+        keys = [key.name.rstrip("_") for key in dataclasses.fields(schema) if not dataclasses.is_dataclass(key.type)]
+        assert keys and all(f"| `{section}.{key}` |" in page for key in keys), section
     assert "| `actor.lr` | `1e-06` |" in page and "| `algo.mask_truncated` | `false` |" in page
     assert "| `sync.verify` | `full` | `full`, `transport`, `off` |" in page
     assert "| `actor.beta1` | `0.9` | at least 0 and less than 1 |" in page

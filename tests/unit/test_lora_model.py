@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,13 +13,14 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaForCausalLM
 
+from rl.checkpoint.base import Share, digest_base
 from rl.config.schema import (
     ActorConfig,
     AlgoConfig,
@@ -34,6 +36,7 @@ from rl.learner.optimizers import MOMENTS
 from rl.learner.policy import PolicyTrainer
 from rl.learner.sharded_trainer import ShardedModel
 from rl.model.adapter_names import adapters_of, is_adapter
+from rl.model.base_digest import BaseDigests, digest_tensors
 from rl.model.head import token_scores
 from rl.model.load import PLAIN, Compute, load_model
 from rl.model.logprobs import score_responses
@@ -342,6 +345,46 @@ def test_a_scorer_leaves_the_frozen_weights_to_the_learner(folder: Path, mesh: D
     scorer.reload()
     learner.reload()
     assert torch.equal(scorer.score(make_batch(), version=1).ref_logprobs, scored.ref_logprobs)
+
+
+def test_every_node_reads_its_own_copy_of_the_base_model(
+    folder: Path, mesh: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model of a node would be a mixture if the copies differed, whichever tensor it is. Two ranks share a node."""
+    shutil.copytree(folder / TIED, tmp_path / "copy")
+    tensors = load_file(tmp_path / "copy/model.safetensors")
+    tensors["model.norm.weight"][0] += 1
+    save_file(tensors, tmp_path / "copy/model.safetensors")
+    model, sent = load(folder / TIED, mesh), dict[Any, list[Tensor]]()
+
+    def digest(where: Path, index: int) -> BaseDigests:
+        found = digest_base(model, "x", where, mesh.get_group(), Share(index, 2))
+        assert found is not None
+        return found
+
+    def all_reduce(tensor: Tensor, op: Any, group: Any) -> None:
+        """Reduce over all ranks that have called this, which run one after the other."""
+        each = sent.setdefault(op, [])
+        each.append(tensor.clone())
+        tensor.copy_(torch.stack(each).amin(0) if op == dist.ReduceOp.MIN else torch.stack(each).amax(0))
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    with pytest.raises(ConfigError):  # half of the tensors are missing yet
+        digest(folder / TIED, 0)
+    assert {name: tensor.digest for name, tensor in digest(folder / TIED, 1).tensors.items()} == digest_tensors(
+        folder / TIED, tensors
+    )
+    found = [raised(ConfigError, digest, tmp_path / "copy", index) for index in (0, 1)]
+    assert any("the nodes have different models" in text and "is in model.norm.weight;" in text for text in found)
+
+
+def raised(kind: type[Exception], function: Callable[..., object], *arguments: object) -> str:
+    """Return the message of the error that a call raises, or "" if it raises none."""
+    try:
+        function(*arguments)
+    except kind as error:
+        return str(error)
+    return ""
 
 
 def test_a_dry_run_without_weights(folder: Path, mesh: DeviceMesh, tmp_path: Path) -> None:

@@ -303,6 +303,37 @@ def test_the_base_on_the_hub_is_named(tmp_path: Path, base: Path) -> None:
     assert yaml.safe_load((folder / "README.md").read_text().split("---")[1])["base_model"] == "org/name"
 
 
+def test_the_base_on_the_hub_has_the_commit_of_the_run(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache also has a newer commit, which is another model."""
+    bases = bases_of(base, "float32")
+    bases["model"]["path"] = "org/name"
+    config = {"model": {"path": "org/name", "dtype": "float32", "lora": asdict(LORA)}}
+    write_checkpoint([tmp_path / "x"], ADAPTERS, 2, config=config, hf_files=HF_FILES, bases=bases)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    repo, old, new = tmp_path / "cache/models--org--name", "0" * 40, "1" * 40
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs/main").write_text(new)
+    for commit in (old, new):
+        shutil.copytree(base, repo / "snapshots" / commit)
+    change_bit(repo / "snapshots" / new / "model.safetensors", "model.norm.weight")
+    assert "its model.norm.weight differs" in failure(tmp_path / "x")
+    (tmp_path / "x/hub_commits.json").write_text(json.dumps({"org/name": old}))
+    merge(tmp_path / "x")
+    assert read_model(tmp_path / "x/merged/step_40").keys() == BASE.keys()
+    (tmp_path / "x/hub_commits.json").write_text(json.dumps({"org/name": "2" * 40}))
+    text = failure(tmp_path / "x", "--output", tmp_path / "other")
+    assert f"org/name at commit {'2' * 40} is neither a folder here nor in the hub's cache" in text
+
+
+def test_verified_adapters_without_a_base_model_fail_before_they_are_exported(made: Made, base: Path) -> None:
+    base.rename(base.parent / "moved")
+    text = failure(made.folders[0], "--adapter", "--verify-logits")
+    assert "--base FOLDER. Without --verify-logits, adapters are exported without that model" in text
+    assert not (made.folders[0] / "merged").exists()
+
+
 def test_a_merged_model_and_adapters_are_not_taken_for_each_other(made: Made) -> None:
     merge(made.folders[0], "--output", made.folders[0] / "one")
     text = failure(made.folders[0], "--adapter", "--output", made.folders[0] / "one")

@@ -29,8 +29,10 @@ from rl.sync.sources import WeightSource
 from rl.sync.transfer import BucketTransfer
 from rl.sync.weights import StartSync, SyncError, SyncSettings, WeightSync
 from rl.world.messages import Mailbox
-from tests.adapted_model import CPU, fill_adapters, load_adapted, merged, save_exact
+from tests.adapted_model import fill_adapters, load_adapted, merged, save_exact
 from tests.mails import connected
+
+CPU = torch.device("cpu")
 
 SHAPE = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 LORA = LoraConfig(rank=2, alpha=4, targets=["q_proj", "down_proj"])

@@ -24,7 +24,9 @@ from rl.sync.plan import Plan, transferred_tensors
 from rl.sync.sources import Adapter, MergedSources, WeightSource, open_sources
 from rl.sync.transfer import BucketTransfer
 from rl.sync.verification import VersionDigests
-from tests.adapted_model import CPU, load_adapted, merged, save_exact
+from tests.adapted_model import load_adapted, merged, save_exact
+
+CPU = torch.device("cpu")
 
 SHAPE = {"vocab_size": 37, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
 LORA = LoraConfig(rank=4, alpha=8, targets=["q_proj", "v_proj", "down_proj"])
@@ -155,14 +157,15 @@ class WatchedSources(MergedSources):
     ("owners", "receivers", "most_in_bucket"),
     [
         ((0,), (0,), 1),  # no transfer: a bucket of merged tensors, which goes directly into the engine
-        ((0, 1), (9,), 0),  # rows are packed one by one
+        ((0, 1), (9,), 0),  # rows are packed portion by portion
         ((0, 1), (0, 1), 0),
     ],
 )
-def test_merged_rows_never_take_more_than_a_bucket_and_a_tensor(
-    owners: tuple[int, ...], receivers: tuple[int, ...], most_in_bucket: int
+def test_merged_rows_never_take_more_than_a_bucket_and_a_portion(
+    owners: tuple[int, ...], receivers: tuple[int, ...], most_in_bucket: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    size, num_tensors, per_bucket = 64, 24, 4
+    size, num_tensors, per_bucket, per_portion = 64, 24, 4, 2
+    monkeypatch.setattr("rl.sync.plan.PORTION_BYTES", per_portion * size)
     infos = tuple(TensorInfo(f"t{index}", (4, 4), "float32", True, is_merged=True) for index in range(num_tensors))
     plan = Plan(infos, owners, receivers, bucket_bytes=per_bucket * size)
     assert len(plan.buckets) == num_tensors // per_bucket
@@ -175,5 +178,5 @@ def test_merged_rows_never_take_more_than_a_bucket_and_a_tensor(
     for bucket, whole in transfer.buckets(sources, plan.buckets):
         digests.add_sent(bucket.ranges[0], sources)
         whole.clear()
-    own_size = size // len(owners)
-    assert 0 < sources.most_alive <= most_in_bucket * per_bucket * size + own_size
+    of_portion = per_portion * size // len(owners)
+    assert of_portion <= sources.most_alive <= most_in_bucket * per_bucket * size + of_portion
