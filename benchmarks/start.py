@@ -33,7 +33,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, also in an environment of one's own
 
 from benchmarks.program import gpu_name, run_torchrun
-from benchmarks.step import arguments, settings_of, write_inputs
+from benchmarks.step import settings_of
+from benchmarks.work import arguments, write_inputs
 
 CACHES = {
     "TORCHINDUCTOR_CACHE_DIR": "inductor",

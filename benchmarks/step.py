@@ -97,16 +97,11 @@ def settings_of(folder: Path, args: argparse.Namespace) -> list[str]:
 def settings_of_different_lengths(args: argparse.Namespace) -> list[str]:
     """Return what --mean-new-tokens changes in the settings."""
     num_slots = 2 * args.prompts * args.samples
-    options = {
-        "max_num_batched_tokens": max(4096, num_slots),
-        # By default, vLLM captures no CUDA graphs for more than 512 sequences.
-        "compilation_config": {"max_cudagraph_capture_size": num_slots},
-    }
     return [
         f"debug.mean_response_tokens={args.mean_new_tokens}",
         "debug.save_rollouts=true",
         f"rollout.max_num_seqs={num_slots}",
-        f"rollout.engine_options={json.dumps(options)}",
+        f"rollout.engine_options={{max_num_batched_tokens: {max(4096, num_slots)}}}",
         "algo.correction=none",
     ]
 
