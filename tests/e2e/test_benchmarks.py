@@ -91,7 +91,7 @@ SMOKE = {  # by program; what follows a comma names another run of it
         "prompts_fit ranks_fit",
     ),
     "scheduling": Smoke("--sequences 8 --new-tokens 4 --rounds 1", "vllm_ms ours_ms rounds"),
-    "start": Smoke("--demo train.num_prompts_per_step=2", "runs ranks cpus", "settings"),
+    "start": Smoke("--demo train.num_prompts_per_step=2", "ranks cpus", "settings runs"),
     "step": Smoke(
         "--model 10m --prompts 2 --samples 2 --new-tokens 8 --steps 1 model.dtype=float32",
         "parameters seconds_per_step tokens_per_s prompt_tokens",
@@ -203,6 +203,10 @@ def test_it_runs(name: str) -> None:
         assert way["speedup"] > 0 and way["tokens_per_s"] > 0 and 0 <= way["lag_mean"] <= way["lag_max"]
         assert way["lag_max"] <= way["lag_bound"] and way["idle"].keys() == row["ways"]["synchronous"]["idle"].keys()
     assert sorted(row.get("ways", {})) == WAYS.get(name, [])
+    for measured in row.get("runs", {}).values():
+        assert measured["cpu_seconds"] > 0 and -0.5 < measured["parts"].get("other", 0.0) < measured["seconds"] / 2
+        assert {"torchrun", "imports", "build engine/import", "first update"} <= measured["parts"].keys()
+        assert sum(measured["parts"].values()) == pytest.approx(measured["seconds"], abs=0.2)
     for start in row.get("starts", {}).values():  # on a busy machine, the tool may refuse such a short run
         assert start["before_s"] > 0
         assert "refused" in start or (
