@@ -80,6 +80,7 @@ ELSEWHERE = (
     }
     | {
         "python benchmarks/traffic.py --table": ("tests/unit/test_traffic_model.py", '["traffic.py", "--table"]'),
+        "python benchmarks/start.py --demo": ("tests/e2e/test_benchmarks.py", '"start": Smoke("--demo'),
         "make demo": ("tests/e2e/test_demo.py", '"make", "demo"'),
         "make tensorboard": ("Makefile", "tools/open_tensorboard.py $(RUN)"),
         "python -m tests.browser.board_pages docs": (
@@ -164,6 +165,7 @@ ELSEWHERE = (
 NEEDS = {
     "make test-all": "hours, and it runs this test",
     "pytest -m gpu tests/gpu": "a GPU",
+    "python benchmarks/start.py --model qwen3-0.6b --caches both": "a GPU",
     "hf auth login": "a person with an account",
     "docker build --file launch/Dockerfile.cuda --tag oneworld-cuda .": "docker and an image of gigabytes",
     "python3 -m verl.trainer.main_ppo k=v": "verl",
