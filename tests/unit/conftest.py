@@ -4,10 +4,14 @@ import importlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @pytest.fixture(scope="session")
@@ -33,6 +37,18 @@ def open_stores() -> Iterator[Callable[..., Any]]:
 
     with ExitStack() as stack:
         yield lambda roots, sources=None: stack.enter_context(stores_on(roots, sources))
+
+
+@pytest.fixture
+def mesh() -> "Iterator[DeviceMesh]":
+    """A mesh of this process alone, on the CPU."""
+    import torch.distributed as dist  # here, since not every test needs torch
+    from torch.distributed.device_mesh import DeviceMesh
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=20))
+    assert dist.group.WORLD is not None
+    yield DeviceMesh.from_group(dist.group.WORLD, "cpu")
+    dist.destroy_process_group()
 
 
 @pytest.fixture

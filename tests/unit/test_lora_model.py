@@ -3,8 +3,7 @@
 import dataclasses
 import functools
 import shutil
-from collections.abc import Callable, Iterator
-from datetime import timedelta
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -61,14 +60,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for kind in MODELS:
         make_model(folder / kind, kind)
     return folder
-
-
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=20))
-    assert dist.group.WORLD is not None
-    yield DeviceMesh.from_group(dist.group.WORLD, "cpu")
-    dist.destroy_process_group()
 
 
 def load(folder: Path, mesh: DeviceMesh, dtype: str = "float32", compute: Compute = PLAIN, **options: Any) -> Any:

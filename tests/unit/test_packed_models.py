@@ -1,15 +1,12 @@
 """A token's logprob depends on its own sequence alone: not on what it is packed with, and not on chance."""
 
 import math
-from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -50,14 +47,6 @@ SCALINGS: dict[str, dict[str, Any]] = {
     "dynamic": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
     "longrope": LONGROPE,
 }
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[DeviceMesh]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=20))
-    assert dist.group.WORLD is not None
-    yield DeviceMesh.from_group(dist.group.WORLD, "cpu")
-    dist.destroy_process_group()
 
 
 def save(folder: Path, family: str, **options: Any) -> Path:

@@ -1,13 +1,11 @@
 """A rebuilt engine gets the current version again. If it cannot be read back, it must pass the probe first."""
 
 from collections.abc import Iterator, Sequence
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -53,13 +51,10 @@ class Engine:
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Iterator[nn.Module]:
+def model(tmp_path: Path, mesh: DeviceMesh) -> nn.Module:
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**SHAPE, num_attention_heads=2)).save_pretrained(tmp_path)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=20))
-    assert dist.group.WORLD is not None
-    yield load_model(tmp_path, DeviceMesh.from_group(dist.group.WORLD, "cpu"), CPU, "float32", trainable=True)
-    dist.destroy_process_group()
+    return load_model(tmp_path, mesh, CPU, "float32", trainable=True)
 
 
 @pytest.fixture

@@ -5,14 +5,12 @@ import queue
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -112,13 +110,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def make(folder: Path) -> Iterator[Callable[..., TwoRanks]]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=20))
-    assert dist.group.WORLD is not None
-    mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
+def make(folder: Path, mesh: DeviceMesh) -> Iterator[Callable[..., TwoRanks]]:
     with connected(2) as mails:
         yield lambda kind=FakeEngine, verify="full": TwoRanks(mails, folder, mesh, kind(4, 0), verify)
-    dist.destroy_process_group()
 
 
 @pytest.fixture(autouse=True)

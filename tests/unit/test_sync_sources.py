@@ -1,16 +1,13 @@
 """What an actor sends of a model with adapters: its rows, merged with the adapters whenever they are read."""
 
 import copy
-from collections.abc import Iterator
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -38,14 +35,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     save_exact(LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True)), folder)
     return folder
-
-
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=20))
-    assert dist.group.WORLD is not None
-    yield DeviceMesh.from_group(dist.group.WORLD, "cpu")
-    dist.destroy_process_group()
 
 
 def source_of(model: nn.Module) -> WeightSource:
