@@ -92,8 +92,8 @@ def start(folder: Path, begin: int, end: int, lr: float) -> None:
 
 
 def kill_after(folder: Path, begin: int, end: int, lr: float) -> None:
-    """Write the steps after `begin` in a process that is then gone."""
-    process = multiprocessing.get_context("fork").Process(target=start, args=(folder, begin, end, lr))
+    """Write the steps after `begin` in a process that is then gone. It is no fork of this one, which has threads."""
+    process = multiprocessing.get_context("spawn").Process(target=start, args=(folder, begin, end, lr))
     process.start()
     process.join()
     assert process.exitcode == 9
