@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout
 
 from benchmarks.program import gpu_name, run_torchrun
 from benchmarks.step import settings_of
-from benchmarks.work import arguments, write_inputs
+from benchmarks.work import arguments, start_figures, write_inputs
 
 CACHES = {
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
@@ -42,9 +42,6 @@ CACHES = {
     "VLLM_CACHE_ROOT": "vllm",
     "CUDA_CACHE_PATH": "cuda",
 }
-ENGINE = "build engine"
-FIRST = ("torchrun", "imports", "join", "find models", "wait for rewards", "connect", "read data", "resume")
-NESTED = "compile"  # happens inside of other parts
 
 
 def run_once(settings: list[str], num_ranks: int, folder: Path, environment: Mapping[str, str]) -> dict[str, Any]:
@@ -56,22 +53,7 @@ def run_once(settings: list[str], num_ranks: int, folder: Path, environment: Map
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     rows = [json.loads(line) for line in (folder / "start" / "metrics.jsonl").read_text().splitlines()]
     cpu_s = used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime
-    return figures_of(rows, rows[1]["at"] - started) | {"cpu_seconds": round(cpu_s, 2)}
-
-
-def figures_of(rows: list[dict[str, Any]], total_s: float) -> dict[str, Any]:
-    """Return the seconds of each part, from the rows of the steps 0 and 1 in metrics.jsonl."""
-    start, step = ({name[5:]: row[name] for name in row if name.startswith("time/")} for row in rows[:2])
-    compile_s = start.pop(NESTED, 0.0) + step.pop(NESTED, 0.0)
-    inside = {name: seconds for name, seconds in start.items() if name.startswith(f"{ENGINE}/")}
-    if ENGINE in start:
-        start[ENGINE] -= sum(inside.values())
-    step.pop("step")
-    start = {name: start[name] for name in sorted(start, key=lambda name: (name not in FIRST, name.split("/")[0]))}
-    parts = start | {f"first {name}": seconds for name, seconds in step.items()}
-    parts["other"] = total_s - sum(parts.values())
-    shown = {name: round(seconds, 2) for name, seconds in parts.items() if round(seconds, 2)}
-    return {"seconds": round(total_s, 2), "parts": shown, "compile": round(compile_s, 2)}
+    return start_figures(rows, started) | {"cpu_seconds": round(cpu_s, 2)}
 
 
 def main() -> None:

@@ -21,6 +21,9 @@ The line repeats the given settings as `settings`:
                                     a head x sequence length for each token
     peak_memory_gib                 device memory in use by all processes, sampled ten times a second
     mismatch_kl                     the largest of all steps; near 0 if engine and learner compute the same
+    update_memory_gb                device memory of an update by kind; "other" are activations and gathered layers
+    start                           seconds from torchrun to the end of the first step, with the parts of
+                                    benchmarks/start.py
 
 With --mean-new-tokens, responses have different lengths: lognormal (sigma 1) with this mean, and cut at --new-tokens.
 They are the same in every run, so runs with different settings can be compared:
@@ -45,6 +48,7 @@ import shutil
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -60,6 +64,7 @@ from benchmarks.work import (
     drawn_lengths,
     engine_share,
     figures_of,
+    start_figures,
     step_arguments,
     write_inputs,
 )
@@ -106,19 +111,27 @@ def settings_of_different_lengths(args: argparse.Namespace) -> list[str]:
     ]
 
 
-def run(folder: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Run all steps, and return the metrics of those that are not profiled."""
+def run(folder: Path, args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Run all steps. Return the metrics of those that are not profiled, and the figures of the start."""
     end = args.warm_up + args.steps
     lengths = settings_of_different_lengths(args) if args.mean_new_tokens else []
     settings = [*settings_of(folder, args), *lengths, *args.settings]
     settings.append(f"train.num_steps={end + bool(args.profile)}")
     if args.profile:
         settings.append(f"debug.profile_step={end + 1}")
+    started = time.time()
     run_torchrun(args.ranks, "train.py", *settings, quiet=True)
     if args.profile:
         shutil.copy(folder / "step" / "profile" / f"step_{end + 1}.rank_0.txt", args.profile)
     rows = [json.loads(line) for line in (folder / "step" / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if 0 < row["step"] <= end]
+    return [row for row in rows if 0 < row["step"] <= end], start_figures(rows, started)
+
+
+def update_memory(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Return the largest device memory of these updates by kind. On a CPU there is none."""
+    prefix = "gpu/memory_gb/"
+    names = [name for name in rows[0] if name.startswith(prefix)]
+    return {name.removeprefix(prefix): round(max(row[name] for row in rows), 2) for name in names}
 
 
 def trained_work(folder: Path, steps: Sequence[int]) -> Work:
@@ -174,7 +187,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name, MemoryWatch() as memory:
         folder = Path(name)
         inputs = write_inputs(folder, args)
-        rows = run(folder, args)
+        rows, start = run(folder, args)
         measured = rows[args.warm_up :]
         if args.mean_new_tokens:
             work = trained_work(folder / "step" / "rollouts", [row["step"] for row in measured])
@@ -185,6 +198,8 @@ def main() -> None:
             "steps_s": [round(row["time/step"], 2) for row in measured],
             "mismatch_kl": max(row["policy/mismatch_kl"] for row in measured),
             "settings": args.settings,
+            "update_memory_gb": update_memory(measured),
+            "start": start,
             "peak_memory_gib": round(memory.peak_gib, 1),
         }
         print(json.dumps({"benchmark": "step"} | figures | ends), flush=True)

@@ -25,6 +25,9 @@ from rl.rollout.dispatch import Sampling
 
 WARM_UP_STEPS = 2
 MAX_PROMPT_TOKENS = 128
+ENGINE = "build engine"
+FIRST = ("torchrun", "imports", "join", "find models", "wait for rewards", "connect", "read data", "resume")
+NESTED = "compile"  # happens inside of other parts
 Lengths = list[list[list[int]]]  # of the responses, by step, prompt and sample
 
 
@@ -224,3 +227,20 @@ def figures_of(
             "length_max": int(responses.max()),
         }
     return figures
+
+
+def start_figures(rows: list[dict[str, Any]], started: float) -> dict[str, Any]:
+    """Return the seconds of a start and of each part, from the rows of the steps 0 and 1 in metrics.jsonl. `started` is
+    the time at which torchrun was started."""
+    total_s = rows[1]["at"] - started
+    start, step = ({name[5:]: row[name] for name in row if name.startswith("time/")} for row in rows[:2])
+    compile_s = start.pop(NESTED, 0.0) + step.pop(NESTED, 0.0)
+    inside = {name: seconds for name, seconds in start.items() if name.startswith(f"{ENGINE}/")}
+    if ENGINE in start:
+        start[ENGINE] -= sum(inside.values())
+    step.pop("step")
+    start = {name: start[name] for name in sorted(start, key=lambda name: (name not in FIRST, name.split("/")[0]))}
+    parts = start | {f"first {name}": seconds for name, seconds in step.items()}
+    parts["other"] = total_s - sum(parts.values())
+    shown = {name: round(seconds, 2) for name, seconds in parts.items() if round(seconds, 2)}
+    return {"seconds": round(total_s, 2), "parts": shown, "compile": round(compile_s, 2)}
