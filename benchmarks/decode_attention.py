@@ -1,6 +1,6 @@
 """Compare our attention kernel for decoding with those of vLLM, for one layer. Prints one JSON line.
 
-    python benchmarks/decode_attention.py [--sequences 512] [--heads 32] [--head-size 64] [--sweep]
+    python benchmarks/decode_attention.py [--sequences 512] [--heads 16] [--kv-heads 8] [--head-size 128] [--sweep]
 
 Each sequence has one new token. The paged bfloat16 KV cache is larger than the GPU's own caches. Rounds of all kernels
 take turns, and figures are medians; TB/s counts the keys and values read. --sweep leaves vLLM out and tries settings of
@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout
 from benchmarks.program import need_gpu
 
 BLOCK_SIZE = 16
-LENGTHS = (128, 320, 544)
+LENGTHS = (128, 320, 544, 2048)
 ROUNDS, REPEATS = 7, 8
 
 
@@ -49,7 +49,7 @@ def ours(tensors: tuple[Tensor, ...], scale: float, tile: int, num_warps: int, n
     def way() -> None:
         decode_attention.TILE, decode_attention.NUM_WARPS, decode_attention.NUM_STAGES = tile, num_warps, num_stages
         queries, keys, values, table, lengths, outputs = tensors
-        decode_attention.attend(queries, keys, values, table, lengths, scale, outputs)
+        decode_attention.attend(queries, keys, values, table, lengths, scale, outputs, BLOCK_SIZE * table.shape[1])
 
     return way
 
@@ -90,8 +90,9 @@ def vllms(tensors: tuple[Tensor, ...], scale: float, length: int) -> dict[str, C
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sequences", type=int, default=512)
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--head-size", type=int, default=64)
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--head-size", type=int, default=128)
     parser.add_argument("--sweep", action="store_true")
     args = parser.parse_args()
     need_gpu()
@@ -104,7 +105,7 @@ def main() -> None:
     for length in LENGTHS:
         blocks_each = -(-length // BLOCK_SIZE)
         num_blocks = args.sequences * blocks_each
-        shape = (num_blocks, BLOCK_SIZE, args.heads, 2 * args.head_size)
+        shape = (num_blocks, BLOCK_SIZE, args.kv_heads, 2 * args.head_size)
         keys, values = torch.randn(shape, dtype=torch.bfloat16, device="cuda").split(args.head_size, dim=-1)
         table = torch.randperm(num_blocks, device="cuda").view(args.sequences, blocks_each).int()
         lengths = torch.full((args.sequences,), length, dtype=torch.int32, device="cuda")
@@ -116,7 +117,7 @@ def main() -> None:
         }
         if not args.sweep:
             ways |= vllms(tensors, scale, length)
-        num_bytes = 2 * args.sequences * length * args.heads * args.head_size * 2
+        num_bytes = 2 * args.sequences * length * args.kv_heads * args.head_size * 2
         seconds = seconds_of(ways)
         for name, value in sorted(seconds.items(), key=lambda item: item[1])[:8]:
             results[f"{length} {name}"] = {"ms": round(1000 * value, 4), "tb_per_s": round(num_bytes / value / 1e12, 2)}

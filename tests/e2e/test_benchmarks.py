@@ -131,6 +131,7 @@ WAYS = {  # the ways to sample and train that a run of benchmarks/rounds.py comp
 # Benchmarks that need more than this environment has: these packages, and a GPU.
 NEEDS = {
     "decode_attention": "",
+    "head": "",
     "peer_trl": "trl, datasets, liger-kernel",
     "peer_trl_learn": "trl, datasets",
     "peer_verl": "verl, flash-attn, liger-kernel",

@@ -33,18 +33,23 @@ def written_out(queries: Tensor, cache: Tensor, table: Tensor, lengths: list[int
     return outputs
 
 
-@pytest.mark.parametrize(("num_heads", "head_size"), [(32, 64), (8, 128), (3, 80), (1, 256)])
-def test_the_kernel_is_attention(num_heads: int, head_size: int) -> None:
+SHAPES = [(32, 32, 64), (16, 8, 128), (12, 2, 128), (28, 4, 128), (9, 3, 64), (3, 3, 80), (2, 1, 256), (32, 1, 64)]
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_size"), SHAPES)
+@pytest.mark.parametrize("longest", [543, 2048, 2049, 6000])
+def test_the_kernel_is_attention(num_heads: int, num_kv_heads: int, head_size: int, longest: int) -> None:
     from rl.rollout.vllm.decode_attention import attend
 
     torch.manual_seed(0)
-    lengths = [1, 2, 15, 16, 17, 0, 100, 543]
-    cache, table = make_cache(lengths, num_heads, head_size)
+    lengths = [1, 2, 15, 16, 17, 0, 100, longest]
+    cache, table = make_cache(lengths, num_kv_heads, head_size)
     wide = torch.randn(len(lengths), 3 * num_heads * head_size, dtype=torch.bfloat16, device="cuda")
     queries = wide[:, : num_heads * head_size].view(len(lengths), num_heads, head_size)  # beside keys and values
     outputs = torch.full_like(queries, 9.0, memory_format=torch.contiguous_format)
     keys, values = cache.transpose(1, 2).split(head_size, dim=-1)
-    attend(queries, keys, values, table, torch.tensor(lengths, device="cuda").int(), head_size**-0.5, outputs)
+    device_lengths, scale = torch.tensor(lengths, device="cuda").int(), head_size**-0.5
+    attend(queries, keys, values, table, device_lengths, scale, outputs, max_tokens=longest)
     torch.testing.assert_close(outputs.float(), written_out(queries, cache, table, lengths), atol=1e-2, rtol=1e-2)
 
 
@@ -60,9 +65,10 @@ def forward(impl: Any, metadata: Any, queries: Tensor, cache: Tensor) -> Tensor:
         (200, 1, 16, None, 640, True),
         (8, 1, 16, None, 640, False),
         (200, 2, 16, None, 640, False),
-        (200, 1, 8, None, 640, False),
+        (200, 1, 8, None, 640, True),
+        (200, 1, 1, None, 640, False),
         (200, 1, 16, 32, 640, False),
-        (200, 1, 16, None, 32768, False),
+        (200, 1, 8, None, 32768, True),
     ],
 )
 def test_vllm_uses_the_kernel_where_it_applies(

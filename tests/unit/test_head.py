@@ -13,6 +13,7 @@ from rl.model import head
 from rl.model.head import Reference, Scores, self_certainty, token_scores
 
 VOCABULARY = 37
+ROW_BYTES = 4 * head.EXTRA_COPIES * VOCABULARY  # of the logits of a row in float32, with copies
 FIELDS = Scores._fields[:3]  # without the logits of a probe
 
 
@@ -43,7 +44,7 @@ def reference(num_rows: int) -> Reference:
 def test_it_equals_the_plain_way(
     num_rows: int, chunk_rows: int, by: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(head, "CHUNK_ELEMENTS", chunk_rows * VOCABULARY + 5)
+    monkeypatch.setattr(head, "CHUNK_BYTES", ROW_BYTES * chunk_rows + 5)
     hidden, weight, targets = inputs(num_rows)
     factors = torch.randn(3, num_rows, generator=torch.Generator().manual_seed(1))
     results = []
@@ -73,7 +74,7 @@ def test_without_a_reference_the_rest_stays_the_same() -> None:
 @pytest.mark.parametrize("chunk_rows", [1, 7, 100])
 def test_self_certainty(chunk_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """KL(uniform || p): 0 for equal logits, and (log(1/2 / 3/4) + log(1/2 / 1/4)) / 2 = log(4/3) / 2 for (3/4, 1/4)."""
-    monkeypatch.setattr(head, "CHUNK_ELEMENTS", chunk_rows * VOCABULARY)
+    monkeypatch.setattr(head, "CHUNK_BYTES", ROW_BYTES * chunk_rows)
     hidden, weight, _ = inputs(20)
     log_p = torch.log_softmax(hidden @ weight.t() / 0.7, -1)
     uniform = torch.full_like(log_p, 1 / VOCABULARY)
@@ -99,7 +100,7 @@ class Rows(TorchDispatchMode):
 
 def test_never_more_than_a_chunk_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     """In forward and backward. Of what is saved in between, only the weight is as wide as the vocabulary."""
-    monkeypatch.setattr(head, "CHUNK_ELEMENTS", 4 * VOCABULARY)
+    monkeypatch.setattr(head, "CHUNK_BYTES", ROW_BYTES * 4)
     hidden, weight, targets = inputs(20)
     with Rows() as forward:
         scores = token_scores(hidden, weight, targets, 1.0, reference(20))

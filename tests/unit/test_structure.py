@@ -44,6 +44,7 @@ VLLM_FILES = (VLLM_BUILD, VLLM_ENGINE, VLLM_ATTENTION, VLLM_SCHEDULING, VLLM_MEM
 DECODE_ATTENTION = f"{VLLM}/decode_attention.py"
 DIGEST_GPU = "rl/sync/digest_gpu.py"
 ROTARY_GPU = "rl/model/rotary_gpu.py"
+HEAD_GPU = "rl/model/head_gpu.py"
 
 
 class Import(NamedTuple):
@@ -151,10 +152,11 @@ def test_rl_holds_packages_and_each_says_what_belongs_there() -> None:
 MAX_PARAMETERS = 8
 DICTATED = {  # signatures that another library dictates, and Triton kernels
     "rl/model/head.py": {"_score_chunk_backward"},
+    "rl/model/head_gpu.py": {"_differentiate", "_score"},
     "rl/model/attention.py": {"varlen_attention"},
     "rl/model/rotary_gpu.py": {"_rotate"},
     "rl/rollout/vllm/attention.py": {"forward"},
-    "rl/rollout/vllm/decode_attention.py": {"_attend"},
+    "rl/rollout/vllm/decode_attention.py": {"_attend", "_combine"},
 }
 ALL_SOURCES = SOURCES | {
     str(path.relative_to(ROOT)): path.read_text()
@@ -219,6 +221,7 @@ def test_waits_take_any_number_of_open_files() -> None:
             {
                 DIGEST_GPU: {("rl/sync/digest.py", True)},
                 ROTARY_GPU: {("rl/model/rotary.py", True)},
+                HEAD_GPU: {("rl/model/head.py", True)},
                 DECODE_ATTENTION: {(VLLM_ATTENTION, False)},
             },
         ),
@@ -422,7 +425,7 @@ print(len(names), "vllm" in sys.modules, torch.cuda.is_initialized(), torch.dist
 
 
 def test_importing_everything_else_imports_no_vllm_and_starts_nothing() -> None:
-    left_out = [module_name(file) for file in (*VLLM_FILES, DECODE_ATTENTION, DIGEST_GPU, ROTARY_GPU)]
+    left_out = [module_name(file) for file in (*VLLM_FILES, DECODE_ATTENTION, DIGEST_GPU, ROTARY_GPU, HEAD_GPU)]
     command = [sys.executable, "-c", IMPORT_ALL, *left_out]
     output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=90).stdout
     assert output.split() == [str(len(MODULES - {"rl", "train", *left_out})), "False", "False", "False"]

@@ -1,7 +1,7 @@
 """An attention backend for vLLM: FlashAttention, except where decode_attention.py is faster.
 
-Our kernel is used in steps in which every sequence decodes one token, for models without grouped-query attention.
-build.py registers the backend by name, and vLLM imports it.
+Our kernel is used in steps in which every sequence decodes one token, if there are enough sequences. build.py registers
+the backend by name, and vLLM imports it.
 """
 
 from typing import Any
@@ -19,26 +19,26 @@ from vllm.v1.attention.backends.flash_attn import (
 
 from rl.rollout.vllm.decode_attention import attend
 
-MIN_HEADS_PER_PROCESSOR = 16  # minimum of (sequences x heads) per multiprocessor; not timed below it in CUDA graphs
-MAX_TOKENS = 2048  # one warp reads the whole sequence, so a long sequence would delay the step
+# Minimum of (sequences x heads of keys) per multiprocessor. With fewer, FlashAttention is faster, since it splits every
+# sequence (benchmarks/RESULTS.md).
+MIN_HEADS_PER_PROCESSOR = 4
 
 
 class DecodeImpl(FlashAttentionImpl):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._model_is_plain = (
-            self.num_queries_per_kv == 1
-            and self.attn_type == AttentionType.DECODER
+            self.attn_type == AttentionType.DECODER
             and self.kv_cache_dtype in ("auto", "float16", "bfloat16")
             and self.sliding_window == (-1, -1)
             and not self.logits_soft_cap
             and self.alibi_slopes is None
             and self.sinks is None
             and not self.batch_invariant_enabled
-            and get_current_vllm_config().model_config.max_model_len <= MAX_TOKENS
         )
+        self._max_tokens = get_current_vllm_config().model_config.max_model_len
         num_processors = torch.cuda.get_device_properties().multi_processor_count
-        self._min_sequences = MIN_HEADS_PER_PROCESSOR * num_processors / self.num_heads
+        self._min_sequences = MIN_HEADS_PER_PROCESSOR * num_processors / self.num_kv_heads
 
     def forward(
         self,
@@ -58,7 +58,7 @@ class DecodeImpl(FlashAttentionImpl):
         keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
         block_table, lengths = attn_metadata.block_table, attn_metadata.seq_lens
         rows = slice(len(lengths))  # the rest is padding
-        attend(query[rows], keys, values, block_table, lengths, self.scale, output[rows])
+        attend(query[rows], keys, values, block_table, lengths, self.scale, output[rows], self._max_tokens)
         return output
 
     def _step_is_plain(self, metadata: FlashAttentionMetadata | None) -> bool:
@@ -78,10 +78,7 @@ class DecodeBuilder(FlashAttentionMetadataBuilder):
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> AttentionCGSupport:
         """Limit CUDA graphs to uniform batches, so that graphs with one token per sequence capture our kernel."""
-        model, parallel = vllm_config.model_config, vllm_config.parallel_config
-        if model.get_num_attention_heads(parallel) == model.get_num_kv_heads(parallel):
-            return AttentionCGSupport.UNIFORM_BATCH
-        return super().get_cudagraph_support(vllm_config, kv_cache_spec)
+        return AttentionCGSupport.UNIFORM_BATCH
 
 
 class DecodeBackend(FlashAttentionBackend):
