@@ -6,6 +6,7 @@ previous version, because an update changes logprobs less than bfloat16 kernels 
 and the probe mainly the first two, since an engine holds dummy weights before them.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +42,12 @@ def make_probe(vocab_size: int, max_tokens: int, limit: float) -> Probe:
 @torch.no_grad()
 def learner_logprobs(model: nn.Module, tokens: list[int], device: torch.device) -> list[float]:
     """Return the logprobs of all tokens but the first. This is a collective, since the model is sharded."""
-    logits = score_responses(model, empty_batch(), 1.0, device, probe=tokens).probe_logits[:-1]
+    with _not_compiled(device):
+        logits = score_responses(model, empty_batch(), 1.0, device, probe=tokens).probe_logits[:-1]
     targets = torch.tensor(tokens[1:], device=device).unsqueeze(1)
     return torch.log_softmax(logits, -1).gather(1, targets).squeeze(1).tolist()
+
+
+def _not_compiled(device: torch.device) -> AbstractContextManager[object]:
+    """Run layers as they are. A pass without gradients would compile them for a few tokens, in several seconds."""
+    return torch.compiler.set_stance("force_eager") if device.type == "cuda" else nullcontext()

@@ -46,6 +46,7 @@ NAMES: dict[str, list[str]] = {
     "vllm.model_executor.layers.linear.UnquantizedLinearMethod": [],
     "vllm.model_executor.layers.rotary_embedding._ROPE_DICT": [],
     "vllm.model_executor.layers.vocab_parallel_embedding.UnquantizedEmbeddingMethod": [],
+    "vllm.model_executor.models.registry._run_in_subprocess": ["fn"],
     "vllm.sampling_params.RequestOutputKind.FINAL_ONLY": [],
     "vllm.sampling_params.SamplingParams": [
         *("temperature", "top_p", "top_k", "max_tokens", "seed", "logprobs", "prompt_logprobs", "detokenize"),

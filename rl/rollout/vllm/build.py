@@ -13,6 +13,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion
 from pydantic import ValidationError
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.models import registry
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
@@ -44,6 +45,7 @@ def build(config: Config, model_folder: Path, seat: EngineSeat, failed: VllmEngi
         turn_off_packing()
     elif not notice:
         register_backend(AttentionBackendEnum.FLASH_ATTN, "rl.rollout.vllm.attention.DecodeBackend")
+    inspect_models_here()
     HEART.beat("its process groups" if failed is None else "the memory of the failed engine")
     group = failed.abandon() if failed is not None else PrivateDefaultGroup(seat)
     options = _engine_options(config, model_folder, seat)
@@ -68,6 +70,12 @@ def build(config: Config, model_folder: Path, seat: EngineSeat, failed: VllmEngi
     if not notice:
         install_fast_decode(llm.llm_engine.engine_core.engine_core.scheduler, engine.responses)
     return engine
+
+
+def inspect_models_here() -> None:
+    """Let vLLM look at the model's class in this process. By default it starts another one, which imports torch and
+    vLLM again, so that a process which forks later has not initialized CUDA. Ranks do not fork after this."""
+    registry._run_in_subprocess = lambda function: function()
 
 
 def turn_off_packing() -> None:
