@@ -21,10 +21,12 @@ from torch.distributed.tensor import DTensor
 from rl.config.schema import Config, Offload
 from rl.data.batch import Batch
 from rl.data.packing import cut_together, micro_batches_of, mini_batch_of
+from rl.learner.gradients import clip_gradients
 from rl.learner.offload import Offloader
 from rl.learner.optimizers import StatePart, build_optimizer, local
 from rl.model.flops import ModelFlops
 from rl.model.host_memory import to_device
+from rl.model.load import decoder_layers
 from rl.model.logprobs import hidden_size_of
 from rl.model.lora import trained_slices
 from rl.model.shards import LocalSlice, local_slices, named_parameters, reshard
@@ -64,7 +66,7 @@ class ShardedTrainer:
         # Number of infinite or NaN outputs, counted on the device and read once per optimizer step.
         self._num_bad_outputs = torch.zeros((), dtype=torch.int64, device=self._device)
         self._offloaders: dict[str, Offloader] = {}  # by kind of state; made at its first offload
-        _, *layers = (module for module in self.model.modules() if isinstance(module, FSDPModule))  # skip the root
+        layers = decoder_layers(self.model)
         self._layers = [(layer, [each for each in layer.parameters() if each.requires_grad]) for layer in layers]
         # Build the optimizer right after sharding. After a forward pass it would silently miss the root's parameters.
         in_layers = [parameter for layer in layers for parameter in layer.parameters()]
@@ -237,8 +239,7 @@ class ShardedTrainer:
         for offloader in self._offloaders.values():
             offloader.start_reload()
         self._check(mini_batch, measures)
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._actor.max_grad_norm)
-        norm = (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).to(self._device)  # 0.0 without gradients
+        norm = clip_gradients(self.model, self._actor.max_grad_norm, self._mesh).to(self._device)
         norm_value, num_bad = torch.stack([norm.double(), self._num_bad_outputs.double()]).tolist()
         if num_bad:
             raise FloatingPointError(
