@@ -67,6 +67,7 @@ class ShardedTrainer:
         self._num_bad_outputs = torch.zeros((), dtype=torch.int64, device=self._device)
         self._offloaders: dict[str, Offloader] = {}  # by kind of state; made at its first offload
         layers = decoder_layers(self.model)
+        self._is_gathered_at_once = not any(isinstance(layer, FSDPModule) for layer in layers)
         self._layers = [(layer, [each for each in layer.parameters() if each.requires_grad]) for layer in layers]
         # Build the optimizer right after sharding. After a forward pass it would silently miss the root's parameters.
         in_layers = [parameter for layer in layers for parameter in layer.parameters()]
@@ -284,8 +285,10 @@ class ShardedTrainer:
     def _set_reduction(self, is_last: bool) -> None:
         """Reduce gradients only after the last micro-batch where this needs no extra memory: on a rank that holds the
         whole model, and between the replicas of a shard. Between shards, gradients are reduced after each micro-batch.
-        """
+        A small model stays gathered until the last micro-batch."""
         assert isinstance(self.model, FSDPModule)
+        if self._is_gathered_at_once:  # the weights are the same in all micro-batches of an optimizer step
+            self.model.set_reshard_after_backward(is_last)
         if self._settings.offload == "always":  # FSDP moves gradients to host memory only once they are reduced
             return
         if self._mesh.size(self._mesh.ndim - 1) == 1:
