@@ -33,8 +33,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
+from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, also in an environment of one's own
 
@@ -158,8 +159,14 @@ class Bench:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what dcp saves. A tied parameter is saved once, as in our checkpoints."""
-        model, optimizer = get_state_dict(self.learner.model, self.learner.optimizer.inner)
-        return {"model": {name: model[name] for name in self.names}, "optimizer": optimizer}
+        model, moments = get_model_state_dict(self.learner.model), dict[str, DTensor]()
+        for name, parameter in self.learner.model.named_parameters():
+            assert isinstance(parameter, DTensor)
+            whole: dict[str, Any] = {"shape": parameter.shape, "stride": parameter.stride(), "run_check": False}
+            for kind, part in self.learner.optimizer.state_of(parameter).items():
+                moment = DTensor.from_local(part.data, parameter.device_mesh, parameter.placements, **whole)
+                moments[f"{name}.{kind}"] = moment
+        return {"model": {name: model[name] for name in self.names}, "optimizer": moments}
 
     def next_step(self) -> int:
         self.step += 1

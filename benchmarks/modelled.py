@@ -139,7 +139,7 @@ class InstantRewards(RewardPool):
     """Score every response with 0 at once, without processes."""
 
     def __init__(self, world: World):
-        self._world = world
+        self._world, self._collected = world, None
 
     def submit(self, key: Hashable, prompt: str, response: str, row: dict[str, Any], answer_of: str = "") -> None:
         assert isinstance(key, tuple)

@@ -6,7 +6,7 @@ row, and Muon gathers each matrix. So a checkpoint can be resumed at any number 
 """
 
 import importlib.util
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -43,10 +43,15 @@ class StatePart(NamedTuple):
 
 
 class ModelOptimizer:
-    """Base class. The state of a parameter exists after `state_of` or the first step."""
+    """Base class. The state of a parameter exists after `state_of` or the first step.
 
-    def __init__(self, optimizer: Any):
-        self.inner = optimizer
+    torch's optimizer gets this rank's rows as plain tensors. They share the memory of the parameters, and every element
+    gets the same update. With distributed tensors, it would spend most of a step of a small model on dispatching them.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]):
+        self._rows = {parameter: local(parameter.detach()) for parameter in parameters}
+        self.inner: Any = None  # torch's optimizer of these rows; set by subclasses
 
     @property
     def has_state(self) -> bool:
@@ -56,67 +61,80 @@ class ModelOptimizer:
         """Return the state of a parameter by kind. Make it if there is none, because a checkpoint may need it."""
         raise NotImplementedError
 
+    @torch.no_grad()
     def step(self, lr: float) -> None:
-        self.inner.param_groups[0]["lr"] = lr
+        for parameter, rows in self._rows.items():
+            assert local(parameter).data_ptr() == rows.data_ptr(), "FSDP has moved a parameter"
+            rows.grad = None if parameter.grad is None else local(parameter.grad)
+        self._set_lr(lr)
         self.inner.step()
+
+    def _set_lr(self, lr: float) -> None:
+        self.inner.param_groups[0]["lr"] = lr
 
     def set_step(self, num_steps: int) -> None:
         """Continue after this number of steps."""
 
     def zero_grad(self) -> None:
-        self.inner.zero_grad(set_to_none=True)
+        for parameter, rows in self._rows.items():
+            parameter.grad = rows.grad = None
 
 
 class AdamW(ModelOptimizer):
     def __init__(self, parameters: Sequence[nn.Parameter], config: ActorConfig, on_gpu: bool):
-        betas, fused = (config.beta1, config.beta2), on_gpu or None  # also if parameters are kept in host memory
-        group = {"params": list(parameters)}  # may be empty: Muon may have all parameters
-        super().__init__(torch.optim.AdamW([group], 0.0, betas, config.eps, config.weight_decay, fused=fused))
+        super().__init__(parameters)
+        group = {"params": [*self._rows.values()]}  # may be empty: Muon may have all parameters
+        betas, decay = (config.beta1, config.beta2), config.weight_decay
+        kernels = {"fused": True} if on_gpu else {"foreach": True}  # also if parameters are kept in host memory
+        self.inner = torch.optim.AdamW([group], 0.0, betas, config.eps, decay, **kernels)
 
     def _state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        state = self.inner.state[parameter]
+        rows = self._rows[parameter]
+        state = self.inner.state[rows]
         if not state:
-            where = parameter.device if self.inner.defaults["fused"] else None
+            where = rows.device if self.inner.defaults["fused"] else None
             state["step"] = torch.tensor(0.0, dtype=torch.float32, device=where)
-            state |= {of: torch.zeros_like(parameter.detach()) for of in MOMENTS}
+            state |= {of: torch.zeros_like(rows) for of in MOMENTS}
         return state
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, StatePart]:
         state = self._state(parameter)
-        return {of: StatePart(tuple(parameter.shape), local(state[of])) for of in MOMENTS}
+        return {of: StatePart(tuple(parameter.shape), state[of]) for of in MOMENTS}
 
     def set_step(self, num_steps: int) -> None:
-        for parameter in self.inner.param_groups[0]["params"]:
+        for parameter in self._rows:
             self._state(parameter)["step"].fill_(num_steps)
 
 
 class SGD(ModelOptimizer):
     def __init__(self, parameters: Sequence[nn.Parameter], config: ActorConfig):
-        self._has_momentum = config.beta1 > 0
-        super().__init__(torch.optim.SGD(parameters, 0.0, config.beta1, weight_decay=config.weight_decay))
+        super().__init__(parameters)
+        self._has_momentum, decay = config.beta1 > 0, config.weight_decay
+        self.inner = torch.optim.SGD([*self._rows.values()], 0.0, config.beta1, weight_decay=decay)
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, StatePart]:
         if not self._has_momentum:
             return {}
-        state = self.inner.state[parameter]
+        rows = self._rows[parameter]
+        state = self.inner.state[rows]
         if state.get("momentum_buffer") is None:
-            state["momentum_buffer"] = torch.zeros_like(parameter.detach())
-        return {"momentum": StatePart(tuple(parameter.shape), local(state["momentum_buffer"]))}
+            state["momentum_buffer"] = torch.zeros_like(rows)
+        return {"momentum": StatePart(tuple(parameter.shape), state["momentum_buffer"])}
 
 
 class AdamW8bit(ModelOptimizer):
-    """torchao's AdamW with moments of 8 bits. It gets this rank's rows as plain tensors, so that blocks are ours to
-    choose: torchao lets them cross rows, and then neither result nor checkpoint would fit another number of ranks."""
+    """torchao's AdamW with moments of 8 bits. Its rows are plain tensors also because blocks are then ours to choose:
+    torchao lets them cross rows, and then neither result nor checkpoint would fit another number of ranks."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], config: ActorConfig):
         from torchao.optim import AdamW8bit as Optimizer8bit
         from torchao.optim.subclass_8bit import OptimState8bit
 
+        super().__init__(parameters)
         self._quantized_zeros = OptimState8bit.zeros
-        self._rows = {parameter: local(parameter.detach()) for parameter in parameters}
         self._parts: dict[nn.Parameter, dict[str, StatePart]] = {}
         betas, decay = (config.beta1, config.beta2), config.weight_decay
-        super().__init__(Optimizer8bit([*self._rows.values()], 0.0, betas, config.eps, decay))
+        self.inner = Optimizer8bit([*self._rows.values()], 0.0, betas, config.eps, decay)
 
     def _state(self, parameter: nn.Parameter) -> dict[str, Any]:
         rows = self._rows[parameter]
@@ -152,22 +170,18 @@ class AdamW8bit(ModelOptimizer):
 
     def step(self, lr: float) -> None:
         for parameter, rows in self._rows.items():
-            assert local(parameter.detach()).data_ptr() == rows.data_ptr(), "FSDP has moved a parameter"
-            rows.grad = None
-            if parameter.grad is not None and rows.numel():
+            if not rows.numel():
+                parameter.grad = None  # torchao cannot quantize nothing
+            elif parameter.grad is not None:
                 self._state(parameter)
-                rows.grad = local(parameter.grad)
+        super().step(lr)
+
+    def _set_lr(self, lr: float) -> None:
         self.inner.param_groups[0]["lr"].fill_(lr)
-        self.inner.step()
 
     def set_step(self, num_steps: int) -> None:
         for parameter in self._rows:
             self._state(parameter)["step"].fill_(num_steps)
-
-    def zero_grad(self) -> None:
-        super().zero_grad()
-        for parameter in self._rows:
-            parameter.grad = None
 
 
 def block_size(shape: tuple[int, ...]) -> int:
@@ -186,7 +200,8 @@ class Muon(ModelOptimizer):
     """
 
     def __init__(self, matrices: Sequence[nn.Parameter], others: AdamW, config: ActorConfig, device: torch.device):
-        super().__init__(others.inner)
+        super().__init__(())  # `others` has the rows of all parameters but the matrices
+        self.inner = others.inner
         self._matrices, self._others, self._device = dict.fromkeys(matrices), others, device
         self._momentum, self._weight_decay = config.beta1, config.weight_decay
         self._buffers: dict[nn.Parameter, Tensor] = {}  # this rank's rows
@@ -220,7 +235,7 @@ class Muon(ModelOptimizer):
         self._others.set_step(num_steps)
 
     def zero_grad(self) -> None:
-        super().zero_grad()
+        self._others.zero_grad()
         for parameter in self._matrices:
             parameter.grad = None
 

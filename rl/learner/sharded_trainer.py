@@ -21,10 +21,12 @@ from torch.distributed.tensor import DTensor
 from rl.config.schema import Config, Offload
 from rl.data.batch import Batch
 from rl.data.packing import cut_together, micro_batches_of, mini_batch_of
+from rl.learner.gradients import clip_gradients
 from rl.learner.offload import Offloader
 from rl.learner.optimizers import StatePart, build_optimizer, local
 from rl.model.flops import ModelFlops
 from rl.model.host_memory import to_device
+from rl.model.load import decoder_layers
 from rl.model.logprobs import hidden_size_of
 from rl.model.lora import trained_slices
 from rl.model.shards import LocalSlice, local_slices, named_parameters, reshard
@@ -64,7 +66,8 @@ class ShardedTrainer:
         # Number of infinite or NaN outputs, counted on the device and read once per optimizer step.
         self._num_bad_outputs = torch.zeros((), dtype=torch.int64, device=self._device)
         self._offloaders: dict[str, Offloader] = {}  # by kind of state; made at its first offload
-        _, *layers = (module for module in self.model.modules() if isinstance(module, FSDPModule))  # skip the root
+        layers = decoder_layers(self.model)
+        self._is_gathered_at_once = not any(isinstance(layer, FSDPModule) for layer in layers)
         self._layers = [(layer, [each for each in layer.parameters() if each.requires_grad]) for layer in layers]
         # Build the optimizer right after sharding. After a forward pass it would silently miss the root's parameters.
         in_layers = [parameter for layer in layers for parameter in layer.parameters()]
@@ -237,8 +240,7 @@ class ShardedTrainer:
         for offloader in self._offloaders.values():
             offloader.start_reload()
         self._check(mini_batch, measures)
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._actor.max_grad_norm)
-        norm = (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).to(self._device)  # 0.0 without gradients
+        norm = clip_gradients(self.model, self._actor.max_grad_norm, self._mesh).to(self._device)
         norm_value, num_bad = torch.stack([norm.double(), self._num_bad_outputs.double()]).tolist()
         if num_bad:
             raise FloatingPointError(
@@ -283,8 +285,10 @@ class ShardedTrainer:
     def _set_reduction(self, is_last: bool) -> None:
         """Reduce gradients only after the last micro-batch where this needs no extra memory: on a rank that holds the
         whole model, and between the replicas of a shard. Between shards, gradients are reduced after each micro-batch.
-        """
+        A small model stays gathered until the last micro-batch."""
         assert isinstance(self.model, FSDPModule)
+        if self._is_gathered_at_once:  # the weights are the same in all micro-batches of an optimizer step
+            self.model.set_reshard_after_backward(is_last)
         if self._settings.offload == "always":  # FSDP moves gradients to host memory only once they are reduced
             return
         if self._mesh.size(self._mesh.ndim - 1) == 1:

@@ -39,6 +39,9 @@ class Compute:
 
 
 PLAIN = Compute()
+# A model of at most this many parameters is gathered as a whole. The host needs about 1 ms per layer and pass to gather
+# layers one by one, and in a small model the device, or the one core of a rank, is idle meanwhile.
+MAX_GATHERED_AT_ONCE = 1 << 28
 
 
 def load_model(
@@ -106,7 +109,8 @@ def stop_token_ids(folder: Path) -> list[int]:
     return list(ids) if isinstance(ids, list) else [ids]
 
 
-def _layers(model: nn.Module) -> list[nn.Module]:
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the layers of a model, in order."""
     layer_classes = set(model._no_split_modules or ())  # type: ignore[arg-type]
     layers = [module for module in model.modules() if type(module).__name__ in layer_classes]
     assert layers, f"{type(model).__name__} names no layer class in _no_split_modules"
@@ -116,7 +120,7 @@ def _layers(model: nn.Module) -> list[nn.Module]:
 def _set_compute(model: Any, compute: Compute) -> None:
     """Set recomputation and compilation of layers. Compilation is inside the hooks of FSDP and of recomputation, so all
     layers share one graph."""
-    layers: list[Any] = _layers(model)
+    layers: list[Any] = decoder_layers(model)
     if compute.recomputed != "none":
         model.gradient_checkpointing_enable({"use_reentrant": False})
         for index, layer in enumerate(layers):
@@ -130,7 +134,7 @@ def _turn_dropout_off(model: nn.Module) -> None:
     """Turn dropout off, as in an engine, whatever config.json says. transformers recomputes a layer only in training
     mode. So recomputed layers stay in training mode, and the modules inside them are in evaluation mode."""
     model.eval()
-    for layer in _layers(model):
+    for layer in decoder_layers(model):
         if getattr(layer, "gradient_checkpointing", False):
             layer.training = True
             for name, value in list(vars(layer).items()):
@@ -143,7 +147,9 @@ def _shard(model: nn.Module, mesh: DeviceMesh, dtype: str, on_host: bool) -> Non
     if dtype == "bfloat16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if on_host else OffloadPolicy()
-    layers = [fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload) for layer in _layers(model)]
+    is_small = sum(parameter.numel() for parameter in model.parameters()) <= MAX_GATHERED_AT_ONCE
+    apart = [] if is_small and not on_host else decoder_layers(model)
+    layers = [fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload) for layer in apart]
     fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)
     for layer, following in itertools.pairwise(layers):  # in backward passes FSDP prefetches by default
         layer.set_modules_to_forward_prefetch([following])

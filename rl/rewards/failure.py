@@ -134,7 +134,8 @@ class CallTrace:
 
     def reset(self) -> None:
         """Forget the last call. A child process of an earlier call may have crashed and written its stack."""
-        os.ftruncate(self.fd, 0)
+        with suppress(OSError):  # a function may have closed the file
+            os.ftruncate(self.fd, 0)
 
     def record(self) -> None:
         """Write the stack of this process to the file if it crashes, or if it gets the signal TRACE_SIGNAL."""

@@ -4,12 +4,14 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 from rl.common.credentials import hide_credentials
+from rl.common.framing import pack
 from rl.config.schema import ConfigError, RewardConfig
 from rl.rewards.failure import ENVIRONMENT, RewardFailure, one_line, read_failure
 from rl.rewards.find import read_rules
@@ -42,6 +44,7 @@ class RewardPool(ServerLink):
         self._deliver, self._lock = deliver, threading.Lock()
         self._keys: dict[int, Hashable] = {}  # keys of calls that have no result yet
         self._num_calls = 0
+        self._collected: bytearray | None = None  # frames that are sent at the end of `together`
         self._is_loaded: Future[bool] = Future()
         rules = [rule._asdict() for rule in read_rules(config)]
         self._names = [rule["spec"].rpartition(":")[2] for rule in rules]
@@ -57,6 +60,18 @@ class RewardPool(ServerLink):
             raise ConfigError(
                 f"reward.function: its import has not ended after {READY_S:g} s; move slow code into the function"
             ) from None
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Send all calls that are submitted in here at once, at the end. Only one thread may submit calls meanwhile."""
+        assert self._collected is None
+        collected = self._collected = bytearray()
+        try:
+            yield
+        finally:
+            self._collected = None
+            if collected:
+                self._send_frames(collected)
 
     def submit(self, key: Hashable, prompt: str, response: str, row: dict[str, Any], answer_of: str = "") -> None:
         """Start to score a response, and return at once. `answer_of` names the function that also extracts its final
@@ -75,7 +90,11 @@ class RewardPool(ServerLink):
         return {"status": status, "score": 0.0, "parts": parts, "answer": None, "failure": failure}
 
     def _send(self, call_id: bytes, values: dict[str, Any]) -> None:
-        self._send_frame(call_id, json.dumps(values).encode())
+        body = json.dumps(values).encode()
+        if self._collected is None:
+            self._send_frame(call_id, body)
+        else:
+            self._collected += pack(call_id, len(body)) + body
 
     def _under_way(self) -> str:
         return f"{len(self._keys)} calls" if self._keys else ""

@@ -3,6 +3,9 @@
 The server imports the functions once and then forks workers. It kills a worker and all processes below it if a call
 takes too long, or if the worker dies, sends an invalid result or has too many processes. It then reports the call as
 failed and forks another worker. The server ends when its rank ends.
+
+While calls are quick, a worker gets several at once. It runs them one after the other, and sends each result before it
+begins the next call. So a failure still costs one call: those behind it go to another worker.
 """
 
 import gc
@@ -28,6 +31,10 @@ from rl.watch.parent import die_with_parent
 
 MAX_RESULT = 1 << 18  # bytes
 MAX_PROCESSES = 64  # below a worker
+MAX_AT_ONCE = 32  # calls that a worker gets at once
+QUICK_S = 0.005  # mean duration up to which it gets more than one
+NAP_S = 0.001  # while a worker has more than one
+NEWEST_SHARE = 0.1  # of the newest duration in this mean
 COUNT_S = 0.1  # between two counts of these processes
 START_S = 30.0  # time limit of a worker's start
 TRACE_S = 0.05  # time that a call gets after its time limit to write its stack
@@ -43,8 +50,10 @@ class _Worker:
     def __init__(self, pid: int, connection: socket.socket, trace: CallTrace):
         self.pid, self.exit_fd, self.trace = pid, os.pidfd_open(pid), trace
         self.channel = Channel(connection, MAX_CALL_ID, MAX_RESULT)
-        self.call_id: bytes | None = b""  # the call that it runs: empty while it starts, None while it is idle
-        self.deadline = time.monotonic() + START_S  # of that call
+        self.has_started = False
+        self.calls: deque[tuple[bytes, Buffer]] = deque()  # it runs the first, and the others wait for it
+        self.began_at = time.monotonic()
+        self.deadline = self.began_at + START_S  # of its start, then of the first call
         self.is_overdue = False  # the call has reached its time limit, and was told to write its stack
 
 
@@ -61,6 +70,7 @@ class Server:
         self._workers: list[_Worker] = []
         self._idle: deque[_Worker] = deque()
         self._calls: deque[tuple[bytes, Buffer]] = deque()  # calls that wait for a worker
+        self._mean_s = math.inf  # duration of the last calls
         self._num_failed_starts = self._num_failed_forks = 0
         self._fork_at = self._count_at = 0.0
         self._has_orphans = False
@@ -70,9 +80,12 @@ class Server:
         while not self._is_over:
             self._start_workers()
             self._assign_calls()
+            if any(len(worker.calls) > 1 for worker in self._workers):
+                time.sleep(NAP_S)  # so that several results are read at once, at the cost of one
             for key, _ in self._selector.select(self._seconds_to_wait()):
                 key.data()
             self._check_limits()
+            self._flush(self._rank)
 
     def end_all(self) -> None:
         """End every process below this one."""
@@ -90,7 +103,6 @@ class Server:
                 self._calls.append((bytes(call_id), body))
             else:
                 self._load(**json.loads(body))
-        self._flush(self._rank)
         if not self._rank.is_open:
             self._end()
 
@@ -118,8 +130,8 @@ class Server:
         self._send_to_rank(b"", answer)
 
     def _send_to_rank(self, call_id: bytes, answer: dict[str, Any]) -> None:
-        self._rank.send_frame(call_id, json.dumps(answer).encode())
-        self._flush(self._rank)
+        """Send an answer, at the end of this round together with all others."""
+        self._rank.queue_frame(call_id, json.dumps(answer).encode())
 
     def _flush(self, channel: Channel) -> None:
         """Send what the peer accepts now. While there is more, wait until the connection is writable."""
@@ -164,55 +176,90 @@ class Server:
         self._selector.register(worker.exit_fd, selectors.EVENT_READ, lambda: self._read_worker(worker, has_ended=True))
 
     def _assign_calls(self) -> None:
-        while self._calls and self._idle:
-            worker = self._idle.popleft()
-            worker.call_id, body = self._calls.popleft()
-            worker.deadline, worker.is_overdue = time.monotonic() + self._timeout_s, False
-            worker.trace.reset()
-            worker.channel.send_frame(worker.call_id, body)
+        """Give calls to idle workers, and while calls are quick also to those that will soon be idle."""
+        if not self._calls:
+            return
+        is_quick = self._mean_s <= QUICK_S
+        others = [worker for worker in self._workers if 0 < len(worker.calls) <= MAX_AT_ONCE // 2] if is_quick else []
+        free = [*self._idle, *others]
+        for number, worker in enumerate(free):
+            share = -(-len(self._calls) // (len(free) - number))
+            for _ in range(min(MAX_AT_ONCE - len(worker.calls) if is_quick else 1, share)):
+                worker.calls.append(self._calls.popleft())
+                worker.channel.queue_frame(*worker.calls[-1])
+            if worker in self._idle and worker.calls:
+                self._idle.remove(worker)
+                worker.trace.reset()
+                self._begin_call(worker)
             self._flush(worker.channel)
+
+    def _begin_call(self, worker: _Worker) -> None:
+        """Note that a worker runs the first of its calls from now on."""
+        worker.began_at, worker.is_overdue = time.monotonic(), False
+        worker.deadline = worker.began_at + self._timeout_s
 
     def _read_worker(self, worker: _Worker, has_ended: bool = False) -> None:
         if worker not in self._workers:  # an earlier event of the same round removed it
             return
+        given_back: list[tuple[bytes, Buffer]] = []
         for call_id, body in worker.channel.receive_frames():
-            result = read_result(body) if call_id else {"is_last": False}  # it has started
-            if call_id != worker.call_id or result is None:
+            is_start = not worker.has_started
+            result = {"is_last": False} if is_start or not body else read_result(body)
+            if call_id != (b"" if is_start else worker.calls[0][0] if worker.calls else None) or result is None:
+                self._calls.extendleft(reversed(given_back))
                 self._fail(worker, "crash", "its process sent an invalid result")
                 return
             is_last = result.pop("is_last")
-            if call_id:
-                self._send_to_rank(worker.call_id, result)
-            worker.call_id, worker.deadline, self._num_failed_starts = None, math.inf, 0
+            worker.has_started, self._num_failed_starts = True, 0
+            if not is_start:
+                call = worker.calls.popleft()
+                if body:
+                    self._send_to_rank(bytes(call_id), result)
+                    self._measure_call(worker)
+                    self._begin_call(worker)
+                else:
+                    given_back.append(call)
             if is_last:
+                self._calls.extendleft(reversed(given_back))
                 self._remove(worker)
                 return
+        self._calls.extendleft(reversed(given_back))
+        if worker.has_started and not worker.calls and worker not in self._idle:
+            worker.deadline = math.inf
             self._idle.append(worker)
         self._flush(worker.channel)
         if has_ended or not worker.channel.is_open:
             wait_until_readable([worker.exit_fd], EXIT_CODE_S)
             self._fail(worker, "crash", "its process ended, closed its connection or sent too large a result")
 
+    def _measure_call(self, worker: _Worker) -> None:
+        took_s = time.monotonic() - worker.began_at
+        is_first = self._mean_s == math.inf
+        self._mean_s = took_s if is_first else self._mean_s + NEWEST_SHARE * (took_s - self._mean_s)
+
     def _fail(self, worker: _Worker, status: str, text: str) -> None:
         """Remove a worker and report its call as failed."""
         if worker.is_overdue:  # however it ends: a function may have reset the signal that makes it write its stack
             status, text = "timeout", f"it took longer than reward.timeout_s = {self._timeout_s:g} s"
         index, frames = worker.trace.read()
+        failed_call = worker.calls.popleft()[0] if worker.calls else None
         code = self._remove(worker)
         if code is not None and os.WIFSIGNALED(code) and status == "crash":
             text += f"; it was ended by {name_signal(os.WTERMSIG(code))}"
-        if worker.call_id:
+        if failed_call is not None:
             function = self._functions[min(index, len(self._functions) - 1)]
             failure = RewardFailure(function.name, status, text, find_place(function.call, frames))
-            self._send_to_rank(worker.call_id, failed(status, self._functions, failure))
-        elif worker.call_id is not None:
+            self._send_to_rank(failed_call, failed(status, self._functions, failure))
+        elif not worker.has_started:
             self._num_failed_starts += 1
             if self._num_failed_starts >= MAX_FAILED_STARTS:
                 raise RuntimeError(f"{MAX_FAILED_STARTS} workers in a row ended before they were ready")
 
     def _remove(self, worker: _Worker) -> int | None:
-        """End a worker and all processes below it. Return its exit status if it had already ended."""
+        """End a worker and all processes below it. Return its exit status if it had already ended. Calls that it has
+        not begun go to others."""
         self._workers.remove(worker)
+        self._calls.extendleft(reversed(worker.calls))
         if worker in self._idle:
             self._idle.remove(worker)
         self._selector.unregister(worker.channel.connection)
@@ -238,12 +285,12 @@ class Server:
         now = time.monotonic()
         is_count_due = now >= self._count_at
         for worker in list(self._workers):
-            if now >= worker.deadline and worker.call_id and not worker.is_overdue:
+            if now >= worker.deadline and worker.calls and not worker.is_overdue:
                 worker.is_overdue, worker.deadline = True, now + TRACE_S
                 os.kill(worker.pid, TRACE_SIGNAL)
             elif now >= worker.deadline:
                 self._fail(worker, "timeout", "")
-            elif is_count_due and worker.call_id and len(descendants_of(worker.pid)) > MAX_PROCESSES:
+            elif is_count_due and worker.calls and len(descendants_of(worker.pid)) > MAX_PROCESSES:
                 self._fail(worker, "crash", f"it had more than {MAX_PROCESSES} processes")
         if is_count_due:
             self._count_at = now + COUNT_S

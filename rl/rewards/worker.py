@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import zlib
 from collections.abc import Callable
 from dataclasses import asdict
@@ -22,6 +23,7 @@ from rl.rewards.sandbox import sandbox_processes
 MAX_CALL_ID, MAX_CALL = 20, (1 << 32) - 1  # maximum bytes of a frame's id and body
 MAX_CALLS = 2000  # calls after which the process is replaced, because functions may leave things behind
 MAX_GROWTH = 256 << 20  # growth of resident memory, in bytes, after which the process is replaced
+SLOW_S = 0.02  # after a call that takes longer, calls that wait behind it are given back, for other workers
 MAX_SCORE = 1e30  # a weighted sum of larger scores may not fit float32
 MAX_PARTS, MAX_NAME, MAX_ANSWER = 64, 100, 10_000  # parts per function; the others in characters
 
@@ -57,6 +59,8 @@ def _serve(connection: socket.socket, functions: list[RewardFunction], trace: Ca
     connection.sendall(pack(b""))
     while True:
         call_id, body = reader.wait_for_frame()
+        began = time.monotonic()
+        trace.reset()
         random.seed(zlib.crc32(body))  # so that functions that use random give the same score on every worker
         if (sympy := sys.modules.get("sympy.core.random")) is not None:
             sympy.seed(zlib.crc32(body))
@@ -66,7 +70,10 @@ def _serve(connection: socket.socket, functions: list[RewardFunction], trace: Ca
         grown = (count_pages(1) - begin) * resource.getpagesize()
         is_last = calls >= MAX_CALLS or grown > MAX_GROWTH or threading.active_count() > 1 or _has_children()
         answer = json.dumps(result | {"is_last": is_last}).encode()
-        connection.sendall(pack(call_id, len(answer)) + answer)
+        frames = pack(call_id, len(answer)) + answer
+        if is_last or time.monotonic() - began > SLOW_S:
+            frames += b"".join(pack(waiting) for waiting, _ in reader.frames())  # without a result: given back
+        connection.sendall(frames)
 
 
 def _has_children() -> bool:

@@ -220,7 +220,9 @@ class RolloutService(Service):
         except Exception as error:
             return self._recover(error)
         HEART.beat(f"{self.engine.num_unfinished} responses", sum(len(done.tokens) for done in ended))
-        with self.conversations.together() if self.conversations is not None else nullcontext():
+        assert self._rewards is not None, "only the lead samples on its own"
+        collected = self.conversations.together() if self.conversations is not None else nullcontext()
+        with collected, self._rewards.together():
             is_last_of_group = [self._take(completion) for completion in ended]
         self._report_progress(is_urgent=any(is_last_of_group))
         if any(is_last_of_group) or (self.conversations is not None and self._num_free > self._room):

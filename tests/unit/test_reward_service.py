@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +34,9 @@ class Rewards:
     def __init__(self, mail: Mailbox):
         self.calls: list[tuple[tuple[int, ...], str, str, dict[str, Any]]] = []
         self._mail = mail
+
+    def together(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def submit(self, key: tuple[int, ...], prompt: str, response: str, row: dict[str, Any], answer_of: str) -> None:
         self.calls.append((key, prompt, response, row))
