@@ -110,9 +110,9 @@ def stop_token_ids(folder: Path) -> list[int]:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the layers of a model, in order."""
+    """Return the layers of a model, in order. FSDP puts its name before that of a class that it shards."""
     layer_classes = set(model._no_split_modules or ())  # type: ignore[arg-type]
-    layers = [module for module in model.modules() if type(module).__name__ in layer_classes]
+    layers = [each for each in model.modules() if type(each).__name__.removeprefix("FSDP") in layer_classes]
     assert layers, f"{type(model).__name__} names no layer class in _no_split_modules"
     return layers
 

@@ -82,9 +82,9 @@ def _attend(
         tl.store(output, result.to(outputs.dtype.element_ty), mask=is_query)
     else:  # the result of this part, and the logarithm of its weight
         num_heads = tl.num_programs(0) * GROUP
-        parts += ((sequence * num_heads + heads) * NUM_PARTS + part) * (HEAD_SIZE + 1)
-        tl.store(parts[:, None] + columns[None, :], result, mask=is_query)
-        tl.store(parts + HEAD_SIZE, top + tl.log2(total), mask=members < GROUP)
+        place = parts + ((sequence * num_heads + heads) * NUM_PARTS + part) * (HEAD_SIZE + 1)
+        tl.store(place[:, None] + columns[None, :], result, mask=is_query)
+        tl.store(place + HEAD_SIZE, top + tl.log2(total), mask=members < GROUP)
 
 
 @triton.jit
