@@ -5,6 +5,7 @@ import importlib
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from rl.config.schema import Config, RolloutConfig
+from rl.config.schema import Config, EnvironmentConfig, RolloutConfig
 from rl.rollout.dispatch import Sampling
 from rl.rollout.engine import Request, import_engine
 from rl.watch.heart import HEART
@@ -254,11 +255,22 @@ def test_no_more_than_a_quarter_is_padded(build: Any) -> None:
     assert all(after <= before * 1.25 for before, after in pairwise(sizes) if before >= 32)
 
 
+GRAPHS = {"cudagraph_capture_sizes": [1, 2, 4], "cudagraph_mode": "FULL_DECODE_ONLY"}
+
+
+def test_only_conversations_need_graphs_for_steps_with_prompts(build: Any) -> None:
+    config = Config(rollout=RolloutConfig(max_num_seqs=4))
+    assert build.graph_options(config) == GRAPHS
+    config = replace(config, environment=EnvironmentConfig(tools=["tools.py:add"]))
+    assert build.graph_options(config) == GRAPHS | {"cudagraph_mode": "FULL_AND_PIECEWISE"}
+
+
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({}, {"cudagraph_capture_sizes": [1, 2, 4]}),
-        ({"compilation_config": {"mode": 3}}, {"cudagraph_capture_sizes": [1, 2, 4], "mode": 3}),
+        ({}, GRAPHS),
+        ({"compilation_config": {"mode": 3}}, GRAPHS | {"mode": 3}),
+        ({"compilation_config": {"cudagraph_mode": "PIECEWISE"}}, GRAPHS | {"cudagraph_mode": "PIECEWISE"}),
         ({"compilation_config": {"cudagraph_capture_sizes": [2]}}, {"cudagraph_capture_sizes": [2]}),
         ({"compilation_config": {"max_cudagraph_capture_size": 8}}, {"max_cudagraph_capture_size": 8}),
         ({"compilation_config": 0}, 0),

@@ -143,11 +143,19 @@ def _engine_options(config: Config, model_folder: Path, seat: EngineSeat) -> dic
         names = ", ".join(unknown)
         raise ConfigError(f"rollout.engine_options: vLLM {vllm.__version__} has no option {names}; remove it")
     if not options["enforce_eager"]:
-        options["compilation_config"] = {"cudagraph_capture_sizes": graph_sizes(rollout.max_num_seqs)}
+        options["compilation_config"] = graph_options(config)
         theirs = rollout.engine_options.get("compilation_config")
         if isinstance(theirs, dict) and not theirs.keys() & {"cudagraph_capture_sizes", "max_cudagraph_capture_size"}:
             return {**options, **rollout.engine_options, "compilation_config": options["compilation_config"] | theirs}
     return {**options, **rollout.engine_options}
+
+
+def graph_options(config: Config) -> dict[str, Any]:
+    """Return vLLM's settings of CUDA graphs. Graphs for steps that also compute prompts take half of the time of the
+    captures. Only conversations have such steps all the time, in their later turns."""
+    sizes = graph_sizes(config.rollout.max_num_seqs)
+    mode = "FULL_AND_PIECEWISE" if config.environment.is_set else "FULL_DECODE_ONLY"
+    return {"cudagraph_capture_sizes": sizes, "cudagraph_mode": mode}
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
