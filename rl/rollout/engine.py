@@ -91,7 +91,10 @@ def import_engine(config: Config) -> None:
     if config.rollout.engine == "fake":
         return
     with HEART.exceptional("importing vLLM"), DURATIONS.measure("build engine/import"):
-        import rl.rollout.vllm.build  # noqa: F401
+        from rl.rollout.vllm.quick_import import quick_import
+
+        with quick_import():
+            import rl.rollout.vllm.build  # noqa: F401
     skip_imported_objects()
 
 

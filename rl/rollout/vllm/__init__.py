@@ -1,5 +1,6 @@
 """All code that uses vLLM. The engine runs in the rank's own process, and we step it. Tested with vLLM 0.26 to 0.32.
 
+    quick_import.py     import vLLM without what a rank does not need
     build.py            build the engine of one rank: options, executor, tested versions of vLLM
     process_group.py    the private default process group of an engine; shared memory
     progress.py         vLLM's progress bars as heartbeats

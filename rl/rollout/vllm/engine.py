@@ -23,7 +23,7 @@ from vllm.v1.engine import EngineCoreRequest, FinishReason
 from rl.model.shards import TensorInfo
 from rl.rollout.engine import Completion, EngineSeat, Request
 from rl.rollout.vllm.fast_decode import RunningResponse
-from rl.rollout.vllm.memory import collect_garbage, free_abandoned_memory, free_weights
+from rl.rollout.vllm.memory import collect_garbage, free_abandoned_memory, free_weights, no_collections
 from rl.rollout.vllm.noise import Generators
 from rl.rollout.vllm.process_group import PrivateDefaultGroup
 from rl.sync.layout import MemoryLayout, OpaqueLoader, Untraceable, Weights, trace
@@ -205,7 +205,7 @@ class VllmEngine:
         return self._group
 
     def close(self) -> None:
-        with self._group.entered():
+        with self._group.entered(), no_collections():
             self._engine.engine_core.shutdown()
 
     def _wake(self, part: str) -> None:

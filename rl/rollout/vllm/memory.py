@@ -3,6 +3,8 @@
 import ctypes
 import gc
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import vllm
@@ -49,3 +51,15 @@ def collect_garbage() -> None:
     gc.collect()
     if time.perf_counter() - start > LONG_COLLECTION_S:
         gc.freeze()
+
+
+@contextmanager
+def no_collections() -> Iterator[None]:
+    """Let vLLM's calls of the garbage collector do nothing. When an engine shuts down, vLLM unfreezes all objects and
+    collects twice. That takes over a second for the objects of the imports, and the process is about to end anyway."""
+    usual = gc.collect, gc.unfreeze
+    gc.collect, gc.unfreeze = lambda generation=2: 0, lambda: None
+    try:
+        yield
+    finally:
+        gc.collect, gc.unfreeze = usual
