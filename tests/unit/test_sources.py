@@ -28,6 +28,9 @@ class Letters:
     bos_token_id = None
     chat_template = "tags"
 
+    def __call__(self, texts: list[str], *, add_special_tokens: bool) -> dict[str, list[list[int]]]:
+        return {"input_ids": [self.encode(text, add_special_tokens=add_special_tokens) for text in texts]}
+
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         if "?!" in text:
             raise Exception("no [UNK]")

@@ -26,7 +26,7 @@ def quick_import() -> Iterator[None]:
     if os.environ.get("TORCHDYNAMO_DISABLE") == "1":
         postpone_lowerings()
     usual = BaseModel.model_config
-    BaseModel.model_config = ConfigDict(usual, defer_build=True)  # new subclasses inherit it
+    BaseModel.model_config = ConfigDict(**usual, defer_build=True)  # new subclasses inherit it
     try:
         yield
     finally:
