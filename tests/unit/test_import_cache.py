@@ -1,9 +1,14 @@
 """transformers reads the sources of its models once, and finds the same names."""
 
+import importlib
 import json
 import subprocess
 import sys
+from types import ModuleType
 
+import pytest
+
+from rl.common.import_cache import FIND_NAMES, SCANNER, _quicken_scan
 from rl.config.schema import ROOT
 
 PROGRAM = """
@@ -41,3 +46,25 @@ def test_every_source_is_read_once() -> None:
     (num_kept, *names), (num_usual, *usual) = run(True), run(False)
     assert names == usual and len(names[1]) > 1000
     assert 1000 < num_kept < 0.6 * num_usual
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        '__all__ = ["a", "b"]',
+        'x = 1\n__all__ = ["a"]\ny = 2\n__all__ = ["b",\n]\n',
+        '__all__ = ["a"]\nfor name in __all__:\n    __all__ = ["no"]\n',
+        'x = 1\n\n__all__ = [\n    "a",\n    "b",\n]\n\ny = 2\n',
+        'x = 1\r__all__ = ["a"]\ny = 2\x0c__all__ = ["b"]\n',
+        "import a\nprint(a.__all__)\n",
+        "x = 1\n",
+        "",
+    ],
+)
+def test_names_of_a_source_are_found_as_before(source: str) -> None:
+    usual = getattr(importlib.import_module(SCANNER), FIND_NAMES)
+    module = ModuleType("scanner")
+    setattr(module, FIND_NAMES, usual)
+    _quicken_scan(module)
+    assert getattr(module, FIND_NAMES) is not usual
+    assert getattr(module, FIND_NAMES)(source) == usual(source)

@@ -338,6 +338,40 @@ def test_the_length_filter_counts(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert message.startswith(f"{path}, line 2 has 5 tokens; a prompt has at most data.max_prompt_tokens = 4: raise")
 
 
+class Counting(Letters):
+    """Count the calls with many texts, and those with one."""
+
+    def __init__(self) -> None:
+        self.num_texts: list[int] = []
+        self.encoded: list[str] = []
+
+    def __call__(self, texts: list[str], *, add_special_tokens: bool) -> dict[str, list[list[int]]]:
+        assert not add_special_tokens
+        self.num_texts.append(len(texts))
+        return {"input_ids": [Letters().encode(text, add_special_tokens=False) for text in texts]}
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        self.encoded.append(text)
+        return super().encode(text, add_special_tokens=add_special_tokens)
+
+
+def test_rows_are_tokenized_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And alone only next to a text that the tokenizer refuses, to find that text."""
+    monkeypatch.setattr(sources, "ROWS_PER_BEAT", 3)
+    texts = ["a", "bb", "ccc", "d", "what?!", "", "e", "ff"]
+    lines = [json.dumps({"prompt": text, "answer": index}) for index, text in enumerate(texts)]
+    path, tokenizer, said = write(tmp_path, *lines, "{}"), Counting(), list[str]()
+    prompts = read_prompts(path, DataConfig(bad_rows="skip"), tokenizer, said.append)
+    assert [(prompt.id, prompt.text, prompt.answer) for prompt in prompts] == [
+        *((0, "a", "0"), (1, "bb", "1"), (2, "ccc", "2"), (3, "d", "3"), (4, "e", "6"), (5, "ff", "7")),
+    ]
+    assert all(prompt.tokens == [ord(letter) for letter in prompt.text] for prompt in prompts)
+    assert (tokenizer.num_texts, tokenizer.encoded) == ([3, 3, 2], ["", "d", "what?!", ""])  # the first is for BOS
+    places = [line.partition(" has ")[0].removeprefix(f"skipped: {path}, line ") for line in said[:3]]
+    assert places == ["5", "6", "9"]
+    assert said[3] == f"{path}: 6 prompts in 9 rows, 3 malformed"
+
+
 def test_no_row_left_is_an_error(tmp_path: Path) -> None:
     path = write(tmp_path, "", "  ")
     assert failure(path) == f"{path}: 0 prompts in 0 rows; at least one row must be left"

@@ -155,6 +155,38 @@ def test_objects_are_frozen_if_garbage_collection_takes_long(
         gc.unfreeze()
 
 
+@pytest.mark.parametrize("is_failing", [False, True])
+def test_the_end_of_an_engine_collects_no_garbage(engine: Any, llm: FakeVllm, is_failing: bool) -> None:
+    """The process ends next. vLLM would unfreeze the objects of all imports and visit them twice."""
+    collected: list[int] = []
+
+    def shutdown() -> None:
+        gc.unfreeze()
+        collected.append(gc.collect())
+        assert gc.get_freeze_count() > 0
+        if is_failing:
+            raise RuntimeError("no")
+
+    class Cycle:
+        def __init__(self) -> None:
+            self.itself = self
+
+    llm.llm_engine.engine_core.shutdown = shutdown
+    gc.collect()
+    gc.disable()
+    gc.freeze()
+    usual = gc.collect, gc.unfreeze
+    try:
+        Cycle()
+        with pytest.raises(RuntimeError, match="no") if is_failing else nullcontext():
+            engine.close()
+        assert collected == [0]
+        assert (gc.collect, gc.unfreeze) == usual and gc.collect() > 0
+    finally:
+        gc.unfreeze()
+        gc.enable()
+
+
 def test_an_aborted_response_is_an_error(engine: Any, llm: FakeVllm) -> None:
     """It comes without logprobs."""
     from vllm.v1.engine import FinishReason

@@ -497,6 +497,16 @@ def test_only_torchrun_is_made_quiet(tmp_path: Path) -> None:
         assert (told.returncode, told.stdout, told.stderr) == (1, "", shown), words
 
 
+def test_the_last_collection_of_torchrun_skips_all_objects(tmp_path: Path) -> None:
+    """It would visit all objects of torch once more, after the last line of the run."""
+    program = "import atexit, gc; atexit.register(lambda: print(gc.get_freeze_count())); import launch.quiet_torchrun"
+    for value, is_frozen in (("1", True), ("0", False)):
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "ONEWORLD_QUIET_TORCHRUN": value}
+        command = [sys.executable, "-c", program]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30, check=True)
+        assert (int(done.stdout) > 1000) == is_frozen, done
+
+
 TORCHRUN = """
 import logging, os, sys
 import launch.quiet_torchrun as quiet

@@ -117,7 +117,7 @@ def _engine_options(config: Config, model_folder: Path, seat: EngineSeat) -> dic
                 return super().collective_rpc(method, *args, **options)
 
     options: dict[str, Any] = {
-        "model": str(model_folder),
+        "model": str(model_folder.resolve()),  # vLLM looks for compiled code under a hash of this text, among others
         "skip_tokenizer_init": True,
         "dtype": config.model.dtype,
         "load_format": "dummy",

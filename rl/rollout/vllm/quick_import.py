@@ -38,14 +38,15 @@ def postpone_lowerings() -> None:
 
     Do nothing if one of them is imported already, or if this version of vLLM cannot wait.
     """
-    if LOWERINGS in sys.modules or "vllm" in sys.modules:
+    package = OVERRIDES.partition(".")[0]
+    if LOWERINGS in sys.modules or package in sys.modules:
         return
     sys.modules[LOWERINGS] = None  # type: ignore[assignment]  # the import raises ImportError, which vLLM ignores
     try:
         overrides = importlib.import_module(OVERRIDES)
         add_operators = getattr(overrides, ADD_OPERATORS)
     except (ImportError, AttributeError):
-        for name in (OVERRIDES, "vllm"):
+        for name in (OVERRIDES, package):
             sys.modules.pop(name, None)
         return
     finally:
