@@ -1,4 +1,4 @@
-"""Measure how long a run takes from torchrun to the end of its first step. Prints one JSON line.
+"""Measure a run from torchrun to the end of its first step, and from there to its end. Prints one JSON line.
 
     python benchmarks/start.py --demo [--caches user] [key=value ...]
     python benchmarks/start.py [--model qwen3-0.6b] [--prompts 64] [--samples 8] [--new-tokens 512] [--ranks 1]
@@ -17,6 +17,7 @@ has for each run:
                     `build engine` are `import`, `model`, `memory` (a pass that measures memory; vLLM compiles here),
                     `cache`, `graphs` (warm-up and capture of CUDA graphs), and the rest of it
     compile         seconds of compilation inside these parts
+    end             seconds from the end of the first and only step to the end of torchrun
     cpu_seconds     CPU time of all processes of the run until its end, which depends less on other work of the machine
 """
 
@@ -50,10 +51,12 @@ def run_once(settings: list[str], num_ranks: int, folder: Path, environment: Map
     started = time.time()
     ends = [f"run.dir={folder}", "run.name=start", "checkpoint.resume=never", "train.num_steps=1"]
     run_torchrun(num_ranks, "train.py", *settings, *ends, quiet=True, **environment)
+    ended = time.time()
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     rows = [json.loads(line) for line in (folder / "start" / "metrics.jsonl").read_text().splitlines()]
     cpu_s = used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime
-    return start_figures(rows, started) | {"cpu_seconds": round(cpu_s, 2)}
+    ending = {"end": round(ended - rows[1]["at"], 2), "cpu_seconds": round(cpu_s, 2)}
+    return start_figures(rows, started) | ending
 
 
 def main() -> None:
