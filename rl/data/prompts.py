@@ -7,7 +7,7 @@ them has its own epochs.
 
 import hashlib
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
@@ -22,7 +22,6 @@ class Tokenizer(Protocol):
     bos_token_id: int | None
     chat_template: Any  # None if the model has none
 
-    def __call__(self, texts: list[str], *, add_special_tokens: bool) -> Mapping[str, list[list[int]]]: ...
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
     def apply_chat_template(self, conversation: list[dict[str, str]], **options: bool) -> str: ...

@@ -174,10 +174,11 @@ def _draft(read: DataRow, data: DataConfig, tokenizer: Tokenizer | None) -> Prom
 
 
 def _tokenize(drafts: list[Prompt | BadRow], tokenizer: Tokenizer) -> list[Prompt | BadRow]:
-    """Add tokens to drafts, in one call because single calls take three times as long."""
+    """Add tokens to drafts. The tokenizers of transformers take many texts in one call, in a third of the time."""
     texts = [draft.text for draft in drafts if isinstance(draft, Prompt)]
+    encode_all: Any = tokenizer
     try:
-        found = iter(tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else ())
+        found = iter(encode_all(texts, add_special_tokens=False)["input_ids"] if texts else ())
     except Exception:  # the tokenizers package raises nothing narrower, and does not say which text is at fault
         return [_tokenize_one(draft, tokenizer) if isinstance(draft, Prompt) else draft for draft in drafts]
     return [_with_tokens(draft, next(found)) if isinstance(draft, Prompt) else draft for draft in drafts]
