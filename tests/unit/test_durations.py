@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.start import figures_of
+from benchmarks.work import start_figures
 from rl.watch import compilation
 from rl.watch.durations import DURATIONS, Durations
 from rl.world import world
@@ -54,10 +54,10 @@ def test_the_start_of_this_process_counts(restarts: str | None, monkeypatch: pyt
 def test_the_parts_of_a_start_add_up() -> None:
     start = {"imports": 5.0, "torchrun": 2.0, "build engine": 9.0, "build engine/import": 4.0, "compile": 1.5}
     step = {"rollout": 1.0, "update": 2.0, "step": 3.25, "compile": 0.5, "checkpoint": 0.0}
-    rows: list[dict[str, Any]] = [{"step": 0, "eval/accuracy": 1.0}, {"step": 1}]
+    rows: list[dict[str, Any]] = [{"step": 0, "eval/accuracy": 1.0}, {"step": 1, "at": 120.0}]
     for row, seconds in zip(rows, (start, step), strict=True):
         row |= {f"time/{name}": value for name, value in seconds.items()}
-    figures = figures_of(rows, 20.0)
+    figures = start_figures(rows, started=100.0)
     assert figures["parts"] == {
         **{"imports": 5.0, "torchrun": 2.0, "build engine": 5.0, "build engine/import": 4.0},
         **{"first rollout": 1.0, "first update": 2.0, "other": 1.0},
