@@ -121,6 +121,7 @@ class UpdateTraffic:
 
     FSDP gathers the root's weights once for each micro-batch, and those of a layer in the forward and in the backward
     pass. Gradients are reduced to shards for each micro-batch, and between replicas once for each optimizer step.
+    Small models (rl/model/load.py) send less: they are gathered once for each optimizer step.
     """
 
     shards: tuple[int, ...]  # the ranks of the replica

@@ -288,13 +288,14 @@ class ShardedTrainer:
         A small model stays gathered until the last micro-batch."""
         assert isinstance(self.model, FSDPModule)
         if self._is_gathered_at_once:  # the weights are the same in all micro-batches of an optimizer step
-            self.model.set_reshard_after_backward(is_last)
+            self.model.set_reshard_after_backward(is_last, recurse=False)
         if self._settings.offload == "always":  # FSDP moves gradients to host memory only once they are reduced
             return
+        recurse = not self._is_gathered_at_once  # walking over all modules takes milliseconds
         if self._mesh.size(self._mesh.ndim - 1) == 1:
-            self.model.set_requires_gradient_sync(is_last)
+            self.model.set_requires_gradient_sync(is_last, recurse=recurse)
         elif self._mesh.ndim == 2:
-            self.model.set_requires_all_reduce(is_last)
+            self.model.set_requires_all_reduce(is_last, recurse=recurse)
 
     def _denominator(self, mini_batch: Batch) -> Tensor:
         """Return this rank's term of the denominator of the loss."""

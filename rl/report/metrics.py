@@ -85,11 +85,8 @@ class Measures:
         summed, maxima = ([name for name in names if name in known] for known in (self._terms, self._maxima))
         reduced: dict[str, float] = {}
         if summed:
-            # Terms of a figure may be on different devices.
-            parts = [
-                [torch.stack(term).sum(0).reshape(-1).cpu() for term in zip(*self._terms[name])] for name in summed
-            ]
-            rows = [torch.cat(terms) for terms in parts]
+            parts = [[torch.stack(term).sum(0).reshape(-1) for term in zip(*self._terms[name])] for name in summed]
+            rows = [torch.cat(terms) for terms in _to_host(parts)]
             table = torch.cat(rows)
             with HEART.in_collective("actor"):
                 dist.all_reduce(table, group=pg)
@@ -104,6 +101,22 @@ class Measures:
                 dist.all_reduce(table, dist.ReduceOp.MAX, group=pg)
             reduced |= dict(zip(maxima, table.tolist(), strict=True))
         return reduced
+
+
+def _to_host(parts: list[list[Tensor]]) -> list[list[Tensor]]:
+    """Copy tensors of one dimension and dtype, on any devices, to the host. Wait for each device only once."""
+    flat = [part for terms in parts for part in terms]
+    by_device: dict[torch.device, list[int]] = {}
+    for index, part in enumerate(flat):
+        by_device.setdefault(part.device, []).append(index)
+    for device, indices in by_device.items():
+        if device.type != "cpu":
+            together = torch.cat([flat[index] for index in indices]).cpu()
+            sizes = [flat[index].numel() for index in indices]
+            for index, part in zip(indices, together.split(sizes), strict=True):
+                flat[index] = part
+    moved = iter(flat)
+    return [[next(moved) for _ in terms] for terms in parts]
 
 
 def variance(count: float, total: float, squares: float) -> float:

@@ -9,6 +9,7 @@ is a weighted sum that one kernel computes for any number of parts (digest_gpu.p
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor
@@ -42,9 +43,10 @@ class Digests:
 
             digest_gpu.add(self._sums, parts)
             return
+        sums = self._sums.numpy()  # adding two numbers to a tensor takes longer than hashing a small part
         for part in parts:
             if part.values.numel():
-                self._sums[part.tensor] += digest_of(part)
+                sums[part.tensor] += digest_of(part)
 
     def copy(self, others: "Digests", tensors: Collection[int]) -> None:
         """Take over the digests of these tensors."""
@@ -59,10 +61,11 @@ class Digests:
         return self.result().numpy().tobytes()
 
 
-def digest_of(part: TensorPart) -> Tensor:
+def digest_of(part: TensorPart) -> np.ndarray:
     hasher = xxhash.xxh3_64(seed=part.start)
-    for row in part.values:
+    is_plain = part.values.dtype == part.dtype and part.values.is_contiguous()
+    for row in (part.values,) if is_plain else part.values:
         pieces = (row,) if row.dtype == part.dtype else row.split(CAST_ELEMENTS)
         for piece in pieces:
             hasher.update(piece.to(part.dtype).contiguous().view(torch.uint8).numpy().data)
-    return torch.frombuffer(bytearray(hasher.digest()), dtype=torch.int32)
+    return np.frombuffer(hasher.digest(), dtype=np.int32)

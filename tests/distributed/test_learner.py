@@ -38,9 +38,11 @@ pytestmark = pytest.mark.timeout(450)  # the first test waits for the fixture's 
 # By number of ranks, for every model: tokens a micro-batch, and what must not change the result. `idle`: a rank owns
 # nothing.
 WAYS = {
-    1: [{"max_tokens": 10_000}, {"max_tokens": 25, "recompute": "full"}],
+    1: [{"max_tokens": 10_000}, {"max_tokens": 25, "recompute": "full"}, {"max_tokens": 25, "at_once": True}],
     2: [
         {"max_tokens": 25, "recompute": "selective"},
+        {"max_tokens": 25, "recompute": "selective", "at_once": True},
+        {"max_tokens": 25, "offload": "moments", "at_once": True},
         {"max_tokens": 25, "offload": "rollout"},
         {"max_tokens": 25, "offload": "moments", "recompute": "full"},
         {"max_tokens": 25, "offload": "always", "recompute": "selective"},
@@ -49,11 +51,12 @@ WAYS = {
         {"max_tokens": 40, "recompute": "full"},
         {"max_tokens": 1, "idle": True},
         {"max_tokens": 10, "num_replicas": 2},
+        {"max_tokens": 10, "num_replicas": 2, "at_once": True},
         {"max_tokens": 10, "num_replicas": 4},
     ],
 }
 COMPILED = job("compiled", MODELS[0], compile=True, recompute="selective")  # only once, since tracing is slow
-IN_BF16 = {num_ranks: job(f"bf16 {num_ranks}", MODELS[0], "bfloat16") for num_ranks in (1, 2)}
+IN_BF16 = {num_ranks: job(f"bf16 {num_ranks}", MODELS[0], "bfloat16", at_once=num_ranks == 2) for num_ranks in (1, 2)}
 ONE_UPDATE = ALGO | {"num_mini_batches": 1, "num_epochs": 1, "kl_coef": 0.0}
 ON_POLICY = [
     job(f"old logprobs {source}", MODELS[0]) | {"algo": ONE_UPDATE, "old_logprobs": source}
@@ -126,7 +129,11 @@ MASKED_CRITIC = critic_job("critic without truncated responses", MODELS[0]) | {"
 ADAPTERS = lora_job("adapters", MODELS[0], offload="rollout")  # tests/distributed/test_learner_lora.py has the others
 ALGORITHMS = {name: variant_job(name) for name in VARIANTS}
 TALKS = {(num_ranks, name): conversation_job(name, num_ranks) for num_ranks in (1, 2) for name in CONVERSATIONS}
-CRITIC_WAYS = {1: {"max_tokens": 10_000}, 2: {"offload": "rollout"}, 4: {"recompute": "full", "idle": True}}
+CRITIC_WAYS = {
+    1: {"max_tokens": 10_000},
+    2: {"offload": "rollout", "at_once": True},
+    4: {"recompute": "full", "idle": True},
+}
 CRITICS = {
     (num_ranks, model): critic_job(f"critic of {model} {num_ranks}", model, **way)
     for num_ranks, way in CRITIC_WAYS.items()
@@ -186,6 +193,18 @@ def test_one_denominator_and_equal_micro_batch_counts(reference: Reference, num_
     is computed."""
     for way in ways(num_ranks):
         check(reference, way, loss_tolerance=1e-5, weight_tolerance=2e-5)  # a step moves a weight by up to 1e-3
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_model_that_is_gathered_at_once_gets_the_same_weights(reference: Reference, model: str) -> None:
+    """The weights are those of layers that are gathered one by one, bit for bit."""
+    one_by_one, at_once = (
+        weights_of(reference.folder, each)
+        for each in ways(2)
+        if each["model"] == model and each["actor"].get("recompute") == "selective" and "offload" not in each["actor"]
+    )
+    for name, weight in one_by_one.items():
+        assert torch.equal(weight, at_once[name]), name
 
 
 @pytest.mark.parametrize("name", VARIANTS)

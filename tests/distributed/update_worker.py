@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -28,6 +29,7 @@ from rl.learner.critic import CriticTrainer
 from rl.learner.policy import PolicyTrainer
 from rl.learner.scoring import LocalScorer, ScoringModels
 from rl.learner.sharded_trainer import ShardedModel, ShardedTrainer
+from rl.model import load
 from rl.model.adapter_names import is_adapter
 from rl.model.load import Compute, load_model
 from rl.model.lora import Adapters, BaseModel
@@ -44,10 +46,15 @@ def update(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
     if replicas > 1:
         mesh = init_device_mesh(device.type, (replicas, size // replicas), mesh_dim_names=("replica", "shard"))
     compute = Compute(actor.compile, actor.recompute, on_host=actor.offload == "always")
+    choose_gathering(job)
     model = load_model(folder / job["model"], mesh, device, job["dtype"], trained_part(job), compute=compute)
     fill_adapters(model, folder, job, mesh)
     layers = model.model.layers
-    assert all(layer._get_fsdp_state()._states_to_forward_prefetch for layer in layers[:-1]), "no layer is prefetched"
+    if job["at_once"]:
+        assert not any(isinstance(layer, FSDPModule) for layer in layers), "layers are gathered one by one"
+    else:
+        ahead = [layer._get_fsdp_state()._states_to_forward_prefetch for layer in layers[:-1]]
+        assert all(ahead), "no layer is prefetched"
     for name in job["frozen"]:
         model.get_parameter(name).requires_grad_(False)
     if job["poisoned"]:
@@ -111,6 +118,11 @@ def update(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
     if gradients and rank == 0:
         save_file(gradients, folder / f"{job['name']}.gradients.safetensors")
     report(pg, folder, job, model, measures)
+
+
+def choose_gathering(job: dict) -> None:
+    """Gather the model of this job at once, or layer by layer as a large one."""
+    load.MAX_GATHERED_AT_ONCE = 1 << 28 if job["at_once"] else 0
 
 
 def trained_part(job: dict) -> bool | Adapters:
@@ -204,6 +216,7 @@ class WatchedUpdate:
 
     def __init__(self, trainer: ShardedTrainer, reduces_once: bool, checks_operators: bool):
         self._trainer, self._reduces_once, self._checks_operators = trainer, reduces_once, checks_operators
+        self._parameters = list(trainer.model.parameters())  # shards; a gathered model shows whole parameters instead
         self._moments: list[LocalSlice] = []  # known after the first step, which makes them
         self._num_offloaded = 0  # before the step
         self._after: list[tuple[bool, int]] = []  # each micro-batch: has it left gradients, and moments offloaded?
@@ -233,7 +246,7 @@ class WatchedUpdate:
             # The other micro-batches of a step run the same code.
             with CheckedOperators() if self._checks_operators and number == 0 else nullcontext():
                 yield micro_batch
-            has_gradients = any(parameter.grad is not None for parameter in self._trainer.model.parameters())
+            has_gradients = any(parameter.grad is not None for parameter in self._parameters)
             self._after.append((has_gradients, self.num_offloaded()))
 
     def _end_step(self) -> None:
@@ -274,6 +287,7 @@ def update_critic(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
     actor, algo, critic_config = ActorConfig(**job["actor"]), AlgoConfig(**job["algo"]), CriticConfig(**job["critic"])
     mesh, place = DeviceMesh.from_group(pg, device.type), folder / job["model"]
     compute = Compute(actor.compile, actor.recompute, on_host=actor.offload == "always")
+    choose_gathering(job)
     model = load_model(place, mesh, device, job["dtype"], trained_part(job), compute=compute, as_critic=True)
     fill_adapters(model, folder, job, mesh)
     inference = InferenceConfig(max_tokens_per_micro_batch=30)
