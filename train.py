@@ -5,7 +5,7 @@
     torchrun ... train.py --rl-phase update [--config F] [key=value ...]      only train, on such files
     torchrun ... train.py --eval-only [--config F] [key=value ...]
     torchrun ... train.py --dry-run [--config F] [key=value ...]
-    python train.py --plan [--config F] [--nnodes N --nproc-per-node M] [key=value ...]
+    python train.py --plan [--config F] [--nnodes N --nproc-per-node M] [--gpu-memory-gb G] [key=value ...]
 
 Actor ranks drive the loop in `train`. The other ranks, with only rollout or inference, serve them until the run ends.
 rl/config/schema.py documents every key, and configs/ has recipes.
@@ -115,7 +115,7 @@ def roll_out(world: World, lead: RolloutLead) -> None:
 def main(args: Namespace) -> None:
     with join() as world:
         config, name = load_settings(args)
-        run = find_groups(open_run(world, config, name, read_phase(args)))
+        run = find_groups(open_run(world, config, name, read_phase(args), not args.eval_only))
         if run.drives and run.phase.name == "rollout":
             roll_out(world, build_rollout_lead(run))
         elif run.drives and args.eval_only:

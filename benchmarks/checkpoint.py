@@ -55,6 +55,7 @@ from rl.placement.groups import make_groups
 from rl.placement.roles import plan
 from rl.report.metrics import Measures
 from rl.run.build import build_checkpoints
+from rl.run.derive import derive_for_cpu
 from rl.run.open import Run
 from rl.sync.probe import probe_of_run
 from rl.sync.weights import share_tensors
@@ -78,7 +79,7 @@ class Bench:
         dtype = "bfloat16" if self.on_gpu else "float32"
         self._make_model(dtype)
         overrides = [f"model.path={self.folder / 'model'}", f"model.dtype={dtype}", "train.num_steps=1000000"]
-        self.config: Config = load_config(None, [*overrides, "checkpoint.save_interval=1"])
+        self.config: Config = derive_for_cpu(load_config(None, [*overrides, "checkpoint.save_interval=1"]))
         self.store = CheckpointStore(world.mail, self.folder / "checkpoints", None, self.placement.node_leads)
         self.learner = self._build_learner()
         self.names = [part.info.name for kind, part in self.learner.state_slices() if kind == "model"]

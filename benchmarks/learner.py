@@ -41,7 +41,7 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, object]:
     compute = Compute(args.compile and device.type == "cuda", args.recompute)
     mesh = DeviceMesh.from_group(pg, device.type)
     model = load_model(folder, mesh, device, args.dtype, trainable=True, compute=compute)
-    config = Config(actor=ActorConfig(max_tokens_per_micro_batch=args.max_tokens))
+    config = Config(actor=ActorConfig(max_tokens_per_micro_batch=args.max_tokens, offload="none"))
     learner = PolicyTrainer(ShardedModel(model, pg, device), config, args.rounds + WARM_UP_ROUNDS)
     shape = SHAPES[args.model]
     lengths, prompts = (torch.full((args.sequences,), length) for length in (args.length, args.prompt))

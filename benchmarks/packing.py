@@ -105,7 +105,7 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, object]:
     device = torch.device("cpu")
     pg = join_alone(device)
     num_parameters = save_random_model(folder, args.model, 2e7, "float32", device)
-    actor, algo = ActorConfig(max_tokens_per_micro_batch=args.max_tokens), AlgoConfig()
+    actor, algo = ActorConfig(max_tokens_per_micro_batch=args.max_tokens, offload="none"), AlgoConfig()
     model = load_model(folder, DeviceMesh.from_group(pg, "cpu"), device, "float32", trainable=True)
     rounds = WARM_UP_ROUNDS + args.rounds
     learner = PolicyTrainer(ShardedModel(model, pg, device), Config(actor=actor, algo=algo), rounds)

@@ -6,13 +6,14 @@
 It writes a model of that shape and prompts as long as those of GSM8K, and starts torchrun. Engines, loop, update and
 weight sync are those of a run. Every response has --new-tokens tokens. Figures are medians of --steps steps after
 --warm-up steps. With --profile, one more step is profiled, and FILE tells where each of its stages spent its time.
-benchmarks/peer_trl.py and benchmarks/peer_verl.py measure the same work in other trainers. The settings suit an H200;
-the engine gets as much memory as all sequences need. Main shapes to compare:
+benchmarks/peer_trl.py and benchmarks/peer_verl.py measure the same work in other trainers. Slots and memory of the
+engine, micro-batches, offload and recomputation are those that a run derives. Main shapes to compare:
 
     python benchmarks/step.py --model qwen3-0.6b
     python benchmarks/step.py --model qwen3-1.7b --prompts 32 --new-tokens 2048
 
-The line repeats the given settings as `settings`:
+The line repeats the given settings as `settings`, and has what the run has derived:
+    derived                         by name, from run.json
     seconds_per_step, seconds       a whole step, and its stages
     steps, steps_s                  the number of measured steps, and the seconds of each
     tokens_per_s                    sampled tokens over the whole step
@@ -34,8 +35,7 @@ They are the same in every run, so runs with different settings can be compared:
 
 Steps then differ in their work, so all seconds are means, and rates are totals over all measured steps. Each run saves
 the groups that it trains on, and their lengths are the work in the figures. algo.correction is none: with a limit per
-round, a correction would cost a pass for old logprobs, which it does not cost without. Engines have slots for twice as
-many sequences as start in a round, because carried responses need slots too. The line also has:
+round, a correction would cost a pass for old logprobs, which it does not cost without. The line also has:
     rounds                          rounds of sampling in the measured steps
     tokens_per_step, length_mean, length_max        of the responses that were trained on
     lag_mean, lag_max               of their tokens
@@ -62,14 +62,15 @@ from benchmarks.work import (
     MemoryWatch,
     Work,
     drawn_lengths,
-    engine_share,
     figures_of,
     start_figures,
     step_arguments,
     write_inputs,
 )
+from rl.config.differences import flatten
 from rl.data.batch import Batch
 from rl.data.group_file import groups_from_bytes
+from rl.run.derive import ON_CPU
 
 STAGES = ("handover", "rollout", "logprobs", "advantages", "update", "sync")
 
@@ -85,14 +86,10 @@ def settings_of(folder: Path, args: argparse.Namespace) -> list[str]:
         f"train.num_prompts_per_step={args.prompts}",
         f"rollout.num_samples_per_prompt={args.samples}",
         f"rollout.max_new_tokens={args.new_tokens}",
-        f"rollout.max_num_seqs={args.prompts * args.samples}",
         "rollout.deterministic=false",
-        f"rollout.gpu_memory_fraction={engine_share(args)}",
-        f"rollout.engine_options={{max_num_batched_tokens: {max(4096, args.prompts * args.samples)}}}",
         f"debug.mean_response_tokens={args.new_tokens}",
         "algo.correction=sequence_mask",  # as TRL does by default
         "algo.correction_limit=3",
-        "actor.max_tokens_per_micro_batch=20480",
         "checkpoint.save_interval=0",
         "run.name=step",
         f"run.dir={folder}",
@@ -101,12 +98,9 @@ def settings_of(folder: Path, args: argparse.Namespace) -> list[str]:
 
 def settings_of_different_lengths(args: argparse.Namespace) -> list[str]:
     """Return what --mean-new-tokens changes in the settings."""
-    num_slots = 2 * args.prompts * args.samples
     return [
         f"debug.mean_response_tokens={args.mean_new_tokens}",
         "debug.save_rollouts=true",
-        f"rollout.max_num_seqs={num_slots}",
-        f"rollout.engine_options={{max_num_batched_tokens: {max(4096, num_slots)}}}",
         "algo.correction=none",
     ]
 
@@ -178,6 +172,12 @@ def summary_of_different_lengths(
     }
 
 
+def read_derived(record: Path) -> dict[str, Any]:
+    """Return the values of the settings that a run derives if they are not given."""
+    settings = flatten(json.loads(record.read_text())["config"])
+    return {name: settings[name] for name in ON_CPU}
+
+
 def main() -> None:
     parser = step_arguments(__doc__)
     parser.add_argument("--ranks", type=int, default=1)
@@ -200,6 +200,7 @@ def main() -> None:
             "settings": args.settings,
             "update_memory_gb": update_memory(measured),
             "start": start,
+            "derived": read_derived(folder / "step" / "run.json"),
             "peak_memory_gib": round(memory.peak_gib, 1),
         }
         print(json.dumps({"benchmark": "step"} | figures | ends), flush=True)

@@ -50,7 +50,17 @@ def tensors_of(shape: Shape) -> dict[str, list[int]]:
 def write_model(folder: Path, shape: Shape) -> None:
     """Write a model folder whose weights take no space on disk. The tokenizer is that of configs/tiny."""
     folder.mkdir(parents=True)
-    about = {"num_attention_heads": shape.num_heads, "max_position_embeddings": 32_768, "model_type": "qwen2"}
+    about = {
+        "num_hidden_layers": shape.num_layers,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "vocab_size": shape.vocabulary,
+        "tie_word_embeddings": shape.is_tied,
+        "max_position_embeddings": 32_768,
+        "model_type": "qwen2",
+    }
     (folder / "config.json").write_text(json.dumps(about))
     shutil.copy2(ROOT / "configs" / "tiny" / "tokenizer.json", folder)
     tokenizer = json.loads((ROOT / "configs" / "tiny" / "tokenizer_config.json").read_text())

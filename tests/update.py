@@ -513,7 +513,8 @@ def job(name: str, model: str, dtype: str = "float32", max_tokens: int = 25, **o
     model is gathered at once, as small ones are), or the `device`."""
     others = {"idle": options.pop("idle", False), "device": options.pop("device", "cpu")}
     others["at_once"] = options.pop("at_once", False)
-    actor = ACTOR | {"max_tokens_per_micro_batch": max_tokens, "compile": False} | options
+    plain = {"max_tokens_per_micro_batch": max_tokens, "compile": False, "offload": "none", "recompute": "none"}
+    actor = ACTOR | plain | options
     fixed = {"algo": ALGO, "temperature": TEMPERATURE, "num_prompts": NUM_PROMPTS, "old_logprobs": "given"}
     fixed |= {"max_new_tokens": MAX_NEW_TOKENS, "frozen": [], "edits": {}, "poisoned": "", "all_truncated": False}
     fixed |= {"lags": None, "max_mismatch_kl": 0.0, "batch": "batch.safetensors", "lora": None}

@@ -11,9 +11,11 @@ from rl.common.text import format_bytes
 from rl.config.schema import Config, ConfigError, Phase
 from rl.model.memory import RoleMemory, checkpoint_bytes, estimate, estimate_adapters, host_bytes
 from rl.model.shape import check_model, local_folder, measure_size
-from rl.placement.roles import plan
+from rl.placement.roles import Placement, plan
+from rl.run.derive import Derived, derive, read_models
 
-ACTIVATION_SHARE = 0.1  # fraction of a GPU that should stay free
+ACTIVATION_SHARE = 0.1  # fraction of a GPU that should stay free during an update
+ROLLOUT_SHARE = 0.03  # and while an engine works beside a learner
 
 
 def check_placement(
@@ -45,14 +47,27 @@ def check_placement(
             return CheckResult("placement", WARNING, text), [], []
     policy = sizes[config.model.path]
     assert policy is not None
+    derived = _derive(config, placement, gpus, trains)
+    config = derived.config
     critic = (sizes.get(config.critic.path) or policy) if config.algo.has_critic else None
     roles = estimate(config, placement, policy, critic, trains)
     text = f"{placement.summary()}; {policy.num_parameters / 1e6:.2f} M parameters"
     if config.model.lora.is_set and trains:
         text += f"; {estimate_adapters(config.model.lora, policy)}"
-    result = summarize("placement", [_check_role(role, config, gpus) for role in roles], text)
+    findings = [_check_role(role, config, gpus) for role in roles]
+    if derived.values and derived.problem and all(state == OK for state, _ in findings):
+        findings.append((WARNING, f"by its estimate, this run does not fit into its GPUs: {derived.problem}"))
+    result = summarize("placement", findings, text)
     host = host_bytes(roles, placement, all("total" in gpu for gpu in gpus))
     return result, host, checkpoint_bytes(config, placement, policy, critic)
+
+
+def _derive(config: Config, placement: Placement, gpus: Sequence[Mapping[str, Any]], trains: bool) -> Derived:
+    """Return the settings that the run will derive."""
+    folders = {setting: local_folder(path) for setting, path in config.model_paths.items()}
+    models = read_models(config, {setting: folder for setting, folder in folders.items() if folder})
+    smallest = min((gpu.get("total", 0) for gpu in gpus), default=0)
+    return derive(config, placement, models, smallest, trains)
 
 
 def _check_role(role: RoleMemory, config: Config, gpus: Sequence[Mapping[str, Any]]) -> Finding:
@@ -69,7 +84,8 @@ def _check_role(role: RoleMemory, config: Config, gpus: Sequence[Mapping[str, An
     if peak > card:
         return FAILED, f"{text}, and {format_bytes(peak)} would be in use at once; {_remedy(role, config, card)}"
     limit = int((1 - ACTIVATION_SHARE) * card)
-    if role.learner and max(role.learner, peak if role.offloaded < role.learner else 0) > limit:
+    is_full = peak > (1 - ROLLOUT_SHARE) * card and bool(role.during_rollout)
+    if role.learner and (role.learner > limit or is_full):
         return WARNING, f"{text}: little is left for activations; {_remedy(role, config, limit)}"
     return OK, text
 

@@ -28,8 +28,9 @@ ADVANTAGE_NAMES = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_base
 LOSS_NAMES = ("clip", "gspo", "cispo")
 Correction = Literal["none", "token", "sequence", "token_mask", "sequence_mask", "sequence_mask_two_sided"]
 Schedule = Literal["constant", "linear", "cosine"]
-Recompute = Literal["none", "selective", "full"]
-Offload = Literal["none", "rollout", "moments", "always"]
+# auto: rl/run/derive.py chooses before anything is built, so only settings that a user gives are auto.
+Recompute = Literal["auto", "none", "selective", "full"]
+Offload = Literal["auto", "none", "rollout", "moments", "always"]
 Optimizer = Literal["adamw", "adamw_8bit", "sgd", "muon"]
 WRITERS = ("wandb", "swanlab")
 Verify = Literal["full", "transport", "off"]
@@ -62,7 +63,7 @@ AT_LEAST_MINUS_1 = Allowed("at least -1", lambda value: value >= -1)
 ZERO_OR_ONE = Allowed("0 or 1", lambda value: value in (0, 1))
 UP_TO_1 = Allowed("greater than 0 and at most 1", lambda value: 0 < value <= 1)
 BETWEEN_0_AND_1 = Allowed("greater than 0 and less than 1", lambda value: 0 < value < 1)
-BETA = Allowed("at least 0 and less than 1", lambda value: 0 <= value < 1)
+FROM_0_BELOW_1 = Allowed("at least 0 and less than 1", lambda value: 0 <= value < 1)
 ABOVE_1 = Allowed("greater than 1", lambda value: 1 < value < math.inf)
 ZERO_OR_ABOVE_1 = Allowed("0 or greater than 1", lambda value: value == 0 or value > 1)
 PORT = Allowed("0, or 1024 to 65535", lambda port: port == 0 or 1024 <= port <= 65535)
@@ -251,9 +252,19 @@ class RolloutConfig:
         "logprobs then belong to no single version. Only if all engines are on ranks whose single role is rollout.",
     )
     tensor_parallel_size: int = key(1, "Number of consecutive ranks of one node that share an engine.", POSITIVE)
-    max_num_seqs: int = key(256, "Maximum number of sequences that one engine decodes at once.", POSITIVE)
+    max_num_seqs: int = key(
+        0,
+        "Maximum number of sequences that one engine decodes at once; 0: derived, as many as an engine gets in a step, "
+        "at most 1,024. On a CPU 256.",
+        NOT_NEGATIVE,
+    )
     kv_cache_mb: int = key(0, "KV cache per rank in MiB; 0: 256 on a CPU, gpu_memory_fraction on a GPU.", NOT_NEGATIVE)
-    gpu_memory_fraction: float = key(0.85, "Share of a GPU's memory that an engine may use.", BETWEEN_0_AND_1)
+    gpu_memory_fraction: float = key(
+        0.0,
+        "Share of a GPU's memory that an engine may use; 0: derived. On a GPU of its own 0.9. Beside a learner, what "
+        "the engine needs for all its sequences, and at most what the learner leaves free.",
+        FROM_0_BELOW_1,
+    )
     deterministic: bool = key(False, "Seed each sample, so that tokens do not depend on engine or timing. Slower.")
     enforce_eager: bool = key(False, "Do not capture CUDA graphs. The engine starts faster and decodes slower.")
     max_mismatch_kl: float = key(
@@ -269,6 +280,7 @@ class RolloutConfig:
     @property
     def max_num_groups(self) -> int:
         """Return the number of groups that one engine samples at once."""
+        assert self.max_num_seqs, "rollout.max_num_seqs has not been derived"
         return max(1, self.max_num_seqs // self.num_samples_per_prompt)
 
     @property
@@ -491,20 +503,28 @@ class ActorConfig:
         "of the layers, and adamw for the rest). See docs/algorithms.md.",
     )
     weight_decay: float = key(0.0, "Weight decay.", NOT_NEGATIVE)
-    beta1: float = key(0.9, "AdamW beta1, and the momentum of sgd and muon.", BETA)
-    beta2: float = key(0.999, "AdamW beta2.", BETA)
+    beta1: float = key(0.9, "AdamW beta1, and the momentum of sgd and muon.", FROM_0_BELOW_1)
+    beta2: float = key(0.999, "AdamW beta2.", FROM_0_BELOW_1)
     eps: float = key(1e-8, "AdamW epsilon.", POSITIVE)
     max_grad_norm: float = key(1.0, "Maximum global gradient norm; larger gradients are scaled down.", POSITIVE)
-    max_tokens_per_micro_batch: int = key(8192, "Maximum tokens per pass. A longer sequence runs alone.", POSITIVE)
+    max_tokens_per_micro_batch: int = key(
+        0,
+        "Maximum tokens per pass. A longer sequence runs alone. 0: derived, 20,480 or the longest sequence, less if "
+        "memory is short. On a CPU 8,192.",
+        NOT_NEGATIVE,
+    )
     compile: bool = key(True, "Compile the layers on GPUs. The first steps take some tens of seconds longer.")
     recompute: Recompute = key(
-        "none", "Activation checkpointing: of no layer, of every second layer, or of all layers."
+        "auto",
+        "Activation checkpointing: none, selective (of every second layer) or full (of all layers). auto: derived, "
+        "the first of these with which 8,192 tokens and the longest sequence fit. On a CPU none.",
     )
     offload: Offload = key(
-        "none",
-        "Keep training state in host memory. rollout: weights and optimizer state, while the rank's engine works; "
-        "moments: only the optimizer state (two thirds of it, with adamw) in that time; always: everything at all "
-        "times, with optimizer steps on the CPU.",
+        "auto",
+        "Keep training state in host memory. none: nothing; rollout: weights and optimizer state, while the rank's "
+        "engine works; moments: only the optimizer state (two thirds of it, with adamw) in that time; always: "
+        "everything at all times, with optimizer steps on the CPU; auto: derived, the first of none, moments, rollout "
+        "and always with which engine and update fit. On a CPU none.",
     )
     overlap: bool = key(
         False,
@@ -752,6 +772,17 @@ class Config:
     def reference_max_tokens(self) -> int:
         """Return the maximum tokens of a pass of the reference."""
         return self.reference.max_tokens_per_micro_batch or self.inference.max_tokens_per_micro_batch
+
+    @property
+    def max_training_tokens(self) -> int:
+        """Return the maximum number of tokens after the first prompt in training."""
+        return self.max_tokens_after_prompt if self.environment.is_set else self.rollout.max_new_tokens
+
+    @property
+    def max_step_tokens(self) -> int:
+        """Return the maximum number of tokens of the rollouts of a step, with their prompts and observations."""
+        num_rollouts = self.train.num_prompts_per_step * self.rollout.num_samples_per_prompt
+        return num_rollouts * (self.data.max_prompt_tokens + self.max_training_tokens)
 
     @property
     def max_sequence_tokens(self) -> int:

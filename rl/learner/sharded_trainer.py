@@ -75,6 +75,7 @@ class ShardedTrainer:
         self.num_updates = 0  # optimizer steps so far
         self._flops = ModelFlops.of(self.model)
         self._sizes: dict[bool, dict[str, int]] = {}  # without and with optimizer state; see `bytes_by_kind`
+        assert settings.max_tokens and settings.offload != "auto", "settings of the trainer have not been derived"
         self._settings, self._schedule = settings, schedule
 
     @property

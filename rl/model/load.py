@@ -121,6 +121,7 @@ def _set_compute(model: Any, compute: Compute) -> None:
     """Set recomputation and compilation of layers. Compilation is inside the hooks of FSDP and of recomputation, so all
     layers share one graph."""
     layers: list[Any] = decoder_layers(model)
+    assert compute.recomputed != "auto", "actor.recompute has not been derived"
     if compute.recomputed != "none":
         model.gradient_checkpointing_enable({"use_reentrant": False})
         for index, layer in enumerate(layers):

@@ -9,7 +9,7 @@ the adapters alone, and the reference is the policy without adapters. A critic's
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from rl.common.text import format_bytes, format_ranks
 from rl.config.schema import Config, LoraConfig
@@ -100,6 +100,7 @@ class RoleMemory:
     offloaded: int  # part of `learner` that is not on the device while the engine works, gradients included
     host: int  # in addition: libraries, copies of checkpoints, offloaded state
     host_on_cpu: int  # host memory if the CPU is the device
+    states: dict[str, ModelState] = field(default_factory=dict)  # the trained among `models`
 
     @property
     def learner(self) -> int:
@@ -114,9 +115,15 @@ class RoleMemory:
         parts = self.models | {"engine's weights": self.engine}
         return ", ".join(f"{format_bytes(size)} {name}" for name, size in parts.items() if size)
 
+    @property
+    def during_rollout(self) -> int:
+        """What stays on the device while the rank's engine works. Gradients exist only during an update."""
+        gradients = sum(each.gradients for each in self.states.values() if each.offload not in ("rollout", "always"))
+        return self.learner - self.offloaded - gradients
+
     def on_device(self, engine_share: int) -> int:
         """Return the peak use of the device, if the engine fills `engine_share` bytes."""
-        return max(self.learner, self.learner - self.offloaded + (engine_share if self.engine else 0))
+        return max(self.learner, self.during_rollout + engine_share if self.engine else 0)
 
 
 def estimate(
@@ -128,6 +135,7 @@ def estimate(
     for roles in dict.fromkeys(roles for roles in placement.roles if roles != IDLE):
         is_actor, has_engine = "actor" in roles, "rollout" in roles
         models: dict[str, int] = {}
+        states: dict[str, ModelState] = {}
         engine = freed = moved = engine_on_cpu = 0
         host = LIBRARIES
         if is_actor:
@@ -135,8 +143,8 @@ def estimate(
             states = {"policy": _state(config, policy, num_shards, config.model.lora, config.actor.offload)}
             if critic is not None:
                 states["critic"] = _state(config, critic, num_shards, config.critic_lora, config.critic_offload)
-            for name, whole in states.items():
-                state = whole if trains else whole.without_training()
+            states = states if trains else {name: each.without_training() for name, each in states.items()}
+            for name, state in states.items():
                 models[name], freed, moved = state.on_device, freed + state.freed, moved + state.moved
                 host += state.total - state.on_device
                 if config.checkpoint.save_interval >= 0:
@@ -161,7 +169,7 @@ def estimate(
             freed = moved = 0
         ranks = tuple(rank for rank, others in enumerate(placement.roles) if others == roles)
         host_on_cpu = host + sum(models.values()) + engine_on_cpu
-        found.append(RoleMemory(roles, ranks, models, engine, freed, host + moved, host_on_cpu))
+        found.append(RoleMemory(roles, ranks, models, engine, freed, host + moved, host_on_cpu, states))
     return found
 
 

@@ -75,6 +75,80 @@ class ModelSize(NamedTuple):
     adapted: AdaptedLayers = AdaptedLayers()
 
 
+class ModelShape(NamedTuple):
+    """Sizes in config.json on which activations, logits and KV cache depend."""
+
+    num_layers: int
+    hidden: int
+    intermediate: int  # of all experts that a token uses
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocabulary: int
+    is_tied: bool  # the output layer has the weights of the embedding
+    has_qk_norm: bool = False  # queries and keys are normalized
+
+    @property
+    def num_in_layer(self) -> int:
+        """Parameters in the matrices of a layer."""
+        attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
+        return (attention + 3 * self.intermediate) * self.hidden
+
+    @property
+    def num_in_root(self) -> int:
+        """Parameters of embedding and output layer."""
+        return (1 if self.is_tied else 2) * self.vocabulary * self.hidden
+
+    @property
+    def size(self) -> "ModelSize":
+        """Parameters of a model whose weights are not here, without biases and norms."""
+        in_layers = self.num_layers * self.num_in_layer
+        return ModelSize(in_layers + self.num_in_root, in_layers)
+
+
+# The names of sizes in config.json, with those of older families.
+SHAPE_NAMES = {
+    "num_layers": ("num_hidden_layers", "n_layer", "num_layers"),
+    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "intermediate": ("intermediate_size", "n_inner", "ffn_dim"),
+    "num_heads": ("num_attention_heads", "n_head"),
+    "num_kv_heads": ("num_key_value_heads",),
+    "head_dim": ("head_dim",),
+    "vocabulary": ("vocab_size",),
+}
+QK_NORM_FAMILIES = ("qwen3", "qwen3_moe", "gemma3_text", "olmo2")
+
+
+def read_shape(folder: Path) -> ModelShape | None:
+    """Return the sizes in a model's config.json, or None if it lacks the number of layers, their width, or the
+    vocabulary."""
+    try:
+        about = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return None
+    about = about.get("text_config") or about  # of a model that also reads images
+    found: dict[str, int] = {}
+    for size, names in SHAPE_NAMES.items():
+        values = [about.get(name) for name in names]
+        found[size] = next((value for value in values if isinstance(value, int) and value > 0), 0)
+    if not found["num_layers"] or not found["hidden"] or not found["vocabulary"]:
+        return None
+    heads = found["num_heads"] or max(1, found["hidden"] // 64)
+    experts, width = about.get("num_experts_per_tok"), about.get("moe_intermediate_size")
+    intermediate = experts * width if experts and width else found["intermediate"] or 4 * found["hidden"]
+    return ModelShape(
+        found["num_layers"],
+        found["hidden"],
+        intermediate,
+        heads,
+        found["num_kv_heads"] or heads,
+        found["head_dim"] or max(1, found["hidden"] // heads),
+        found["vocabulary"],
+        is_tied=about.get("tie_word_embeddings") is True,
+        has_qk_norm=about.get("model_type") in QK_NORM_FAMILIES,
+    )
+
+
 def measure_size(folder: Path, targets: Collection[str] = ()) -> ModelSize | None:
     """Count parameters from the headers of the safetensors files, and the layers that model.lora.targets would adapt.
     Return None if a file is missing or unreadable."""

@@ -23,6 +23,7 @@ class FakeEngine:
         """Build an engine. Without a stop token, every response is cut."""
         self.version = 0
         self.memory: dict[str, Tensor] = {}  # the weights that the sync writes; sampling ignores them
+        assert max_num_seqs > 0, "rollout.max_num_seqs has not been derived"
         self._max_num_seqs, self._stop_token_id, self._device = max_num_seqs, stop_token_id, device
         self._vocabulary = [*range(1, 10), *([] if stop_token_id is None else [stop_token_id])]
         self._running: list[tuple[Request, float, Completion]] = []  # with the seed

@@ -1,6 +1,5 @@
 """Open a run: make all checks that need no model, connect the ranks, and find data, rewards and checkpoints."""
 
-import dataclasses
 import os
 import time
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from rl.rewards.launch import ServerProcess, launch
 from rl.rewards.pool import RewardPool
 from rl.rollout.archive import StoredGroups
 from rl.rollout.service import ConversationEnded, Scored, TurnAsked
+from rl.run.agree import agree_on_settings, agree_on_steps
 from rl.run.checks import check_lora, check_settings
 from rl.run.environment import check_reward_use
 from rl.run.find_data import find_datasets
@@ -39,7 +39,6 @@ from rl.run.hardware import send_hardware
 from rl.run.lease import take_lease
 from rl.watch.durations import DURATIONS
 from rl.world.bootstrap import reward_server, tee_link
-from rl.world.messages import Message
 from rl.world.restarts import launcher_process
 from rl.world.world import World
 
@@ -47,19 +46,11 @@ MAX_REWARD_WORKERS = 8
 
 
 @dataclass(frozen=True)
-class NumSteps(Message):
-    """Tell a rank the number of steps, which the leader computes from the size of the data."""
-
-    num_steps: int
-    awaited = "the number of steps from the leader"
-
-
-@dataclass(frozen=True)
 class Run:
     """The checked settings, placement, folders and inputs from which a rank builds its roles."""
 
     world: World
-    config: Config  # train.num_steps is final, even if it was computed from train.num_epochs
+    config: Config  # nothing in it is open: settings are derived, and train.num_steps is final
     placement: Placement
     groups: Groups
     folder: Path
@@ -96,8 +87,9 @@ class Run:
         return load_tokenizer(self.model_folder)
 
 
-def open_run(world: World, config: Config, config_name: str, phase: PhaseOptions = BOTH) -> Run:
-    """Check everything that can be checked without loading a model, then connect the process groups."""
+def open_run(world: World, config: Config, config_name: str, phase: PhaseOptions = BOTH, trains: bool = True) -> Run:
+    """Check everything that can be checked without loading a model, then connect the process groups. `trains` is False
+    with --eval-only."""
     config = with_debugger_timeouts(config)
     folder = Path(config.run.dir) / _run_name(world, config, config_name)
     lease = take_lease(world, folder)  # before anything is written to the folder
@@ -118,7 +110,6 @@ def open_run(world: World, config: Config, config_name: str, phase: PhaseOptions
         check_writers(config.metrics.writers)
         only = "" if phase.name == "both" else f"phase {phase.name}, "
         print(f"{folder}: {only}{placement.summary()}; loading", flush=True)
-        print(f"oneworld: {describe_data_parallelism(config, placement)}", flush=True)
         if placement.rank_weights is not None or not placement.nodes.are_equal:
             print(f"oneworld: {_name_nodes(world, placement)}", flush=True)
         for warning in warnings:
@@ -139,6 +130,9 @@ def open_run(world: World, config: Config, config_name: str, phase: PhaseOptions
         world.meet("model found")  # a download may take long, and the calls below have a timeout
         world.connect(config.debug.share_gpu, config.world.transfer_timeout_s)
         send_hardware(world, placement)
+        config = agree_on_settings(world, placement, config, models, trains)
+        if is_leader:
+            print(f"oneworld: {describe_data_parallelism(config, placement)}", flush=True)
         groups = make_groups(placement, world.rank, world.device.type, config.world.transfer_timeout_s)
     with world.stage("read data"):
         data = None
@@ -160,19 +154,6 @@ def _open_view(world: World, folder: Path) -> LiveView | None:
     if view is not None:
         world.at_end(view.close)
     return view
-
-
-def agree_on_steps(world: World, placement: Placement, config: Config, data: Data | None) -> Config:
-    """Compute train.num_steps from train.num_epochs. Only the leader has the data; it tells the other ranks."""
-    if not config.train.num_epochs:
-        return config
-    if data is not None:
-        num_steps = config.train.count_steps(len(data.stream))
-        print(f"oneworld: train.num_epochs = {config.train.num_epochs}: {num_steps} steps", flush=True)
-        for rank in range(placement.world_size):
-            world.mail.send(rank, NumSteps(num_steps))
-    num_steps = world.mail.receive(NumSteps).message.num_steps
-    return dataclasses.replace(config, train=dataclasses.replace(config.train, num_steps=num_steps))
 
 
 def _place(world: World, config: Config, phase: PhaseOptions) -> Placement:

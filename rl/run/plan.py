@@ -26,17 +26,19 @@ from rl.model.tokenizer import load_tokenizer
 from rl.placement.nodes import Nodes
 from rl.placement.roles import Placement, plan
 from rl.report.printing import print_or_exit
-from rl.report.sizes import describe_data_parallelism, max_step_tokens, max_tokens_of_rollout
+from rl.report.sizes import describe_data_parallelism
 from rl.report.writers import check_writers
 from rl.rewards.find import check_rewards
 from rl.rewards.trial import TrialRow, score_one_row
 from rl.rollout.schedule import describe_lag, plan_schedule
 from rl.run.checks import check_lora, check_settings
+from rl.run.derive import Derived, derive, nominal_bytes, open_settings, read_models
 from rl.run.find_data import choose_commits, download_datasets
 from rl.watch.reports import ServiceUnavailable
 from rl.world.bootstrap import exit_before_join, is_first_on_node
 
 LINE_LENGTH = 120
+DEFAULT_GPU_GB = 80.0
 MAX_SAMPLE = 1000  # number of prompts from which the mean length is computed
 
 
@@ -63,12 +65,18 @@ def parse_or_plan(description: str | None) -> argparse.Namespace:
     parser.add_argument("--nnodes", type=int, metavar="N", help=what)
     what = "with --plan: ranks per node, or one number per node such as 8,4; default: placement.num_gpus_per_node, or 2"
     parser.add_argument("--nproc-per-node", type=_parse_list, metavar="M", help=what)
+    what = "with --plan: memory of a GPU, as on its data sheet; default: this machine's GPU, or 80"
+    parser.add_argument("--gpu-memory-gb", type=float, metavar="G", help=what)
     args = parser.parse_intermixed_args()
     sizes = [*([] if args.nnodes is None else [args.nnodes]), *(args.nproc_per_node or [])]
     if sizes and not args.plan:
         parser.error("--nnodes and --nproc-per-node after train.py need --plan; without it, write them before train.py")
     if sizes and min(sizes) < 1:
         parser.error(f"--nnodes and --nproc-per-node: got {min(sizes)}; they must be at least 1")
+    if args.gpu_memory_gb is not None and not args.plan:
+        parser.error("--gpu-memory-gb needs --plan; a run uses the memory of its own GPUs")
+    if args.gpu_memory_gb is not None and not 1 <= args.gpu_memory_gb < 10_000:
+        parser.error(f"--gpu-memory-gb: got {args.gpu_memory_gb:g}; it must be at least 1 and less than 10000")
     if args.nnodes and len(args.nproc_per_node or []) not in (0, 1, args.nnodes):
         got = f"--nproc-per-node has {len(args.nproc_per_node)} numbers, and --nnodes is {args.nnodes}"
         parser.error(f"{got}; give one number for all nodes, or one for each")
@@ -123,6 +131,7 @@ class RunPlan:
         self._check_functions()
         num_steps = self.config.train.count_steps(len(self.data.stream))
         self.config = replace(self.config, train=replace(self.config.train, num_steps=num_steps))
+        self.gpu, self.derived = self._derive(args.gpu_memory_gb)
         self._check_resume()
         self.unchecked.append("GPUs, other nodes, the network (launch/preflight.py)")
         self.unchecked.append("whether learner and engine support the model (--dry-run)")
@@ -245,6 +254,32 @@ class RunPlan:
             self.notes += filter(None, [why_overlap_waits(self.config.algo, own_advantage(self.config.algo))])
         self.checked.append("loss and advantage")
 
+    def _derive(self, given_gb: float | None) -> tuple[str, Derived | None]:
+        """Fill in the settings that a run would derive, and name the GPU. Without the model, nothing can be derived."""
+        from rl.run.agree import device_bytes  # imports torch
+
+        folders = {setting: folder for setting, folder in self.models.items() if folder is not None}
+        gpu_gb, num_bytes = given_gb or DEFAULT_GPU_GB, 0 if given_gb else device_bytes()
+        gpu = f"GPUs of {format_bytes(num_bytes)}, as here" if num_bytes else f"GPUs of {gpu_gb:g} GB (--gpu-memory-gb)"
+        if len(folders) < len(self.models):
+            return gpu, None
+        models = read_models(self.config, folders)
+        found = derive(self.config, self.placement, models, num_bytes or nominal_bytes(gpu_gb), self.trains)
+        self.config = found.config
+        return gpu, found
+
+    def _settings(self) -> list[str]:
+        """Return the derived settings, the reason for each, and whether the run fits."""
+        if self.derived is None:
+            names = open_settings(self.config)
+            return [f"{', '.join(names)}: a run derives them from the model, which is not here"] if names else []
+        values = self.derived.values
+        lines = [f"for {self.gpu}; on a CPU they are fixed"] if values else [f"for {self.gpu}"]
+        lines += [f"{name}={values[name]}: {reason}" for name, reason in self.derived.reasons.items()]
+        if self.derived.problem:
+            return [*lines, f"estimated not to fit: {self.derived.problem}"]
+        return [*lines, f"estimated to fit: {self.derived.use}"] if self.derived.use else lines
+
     def _check_resume(self) -> None:
         """Find the checkpoint that the run would resume from, and compare its prompts with the data."""
         config = self.config
@@ -273,6 +308,7 @@ class RunPlan:
         sections = {
             "phase": self._phase(),
             "shares": self._shares(),
+            "settings": self._settings(),
             "memory": self._memory(),
             "steps": self._steps() if self.trains else [],
             "tokens": self._tokens() if self.trains else [],
@@ -365,7 +401,7 @@ class RunPlan:
         config, stream = self.config, self.data.stream
         num_rollouts = config.train.num_prompts_per_step * config.rollout.num_samples_per_prompt
         prompt, response = config.data.max_prompt_tokens, config.rollout.max_new_tokens
-        after, most = max_tokens_of_rollout(config), max_step_tokens(config)
+        after, most = config.max_training_tokens, config.max_step_tokens
         lines = [f"a step has at most {num_rollouts:,} x ({prompt} + {after}) = {most:,} tokens"]
         lines.append(describe_data_parallelism(config, self.placement))
         if self.has_tokenizer:

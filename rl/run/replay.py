@@ -39,6 +39,7 @@ from rl.placement.roles import Placement
 from rl.report.describe import describe
 from rl.report.metrics import Measures
 from rl.report.rows import METRICS, ROLLOUTS, read_metrics
+from rl.run.derive import derive_for_cpu
 from rl.run.models import build_critic, build_learner, digest_bases, load_policy, reference_of
 from rl.run.open import Run
 from rl.run.reporter import rollout_file
@@ -368,11 +369,12 @@ def _update(saved: SavedStep, processes: Groups) -> dict[str, float]:
 
 def _open(saved: SavedStep, processes: Groups) -> Run:
     """Return the parts of a run that its models need, on one rank. Settings that only change speed are left out."""
-    actor = dataclasses.replace(saved.config.actor, offload="none", compile=False, recompute="none", num_replicas=1)
-    rollout = dataclasses.replace(saved.config.rollout, max_mismatch_kl=0.0)  # compared, but no reason to stop
-    critic = dataclasses.replace(saved.config.critic, offload="none", recompute="none")
-    reference = dataclasses.replace(saved.config.reference, offload="none")
-    config = dataclasses.replace(saved.config, actor=actor, critic=critic, reference=reference, rollout=rollout)
+    config = derive_for_cpu(saved.config)
+    actor = dataclasses.replace(config.actor, offload="none", compile=False, recompute="none", num_replicas=1)
+    rollout = dataclasses.replace(config.rollout, max_mismatch_kl=0.0)  # compared, but no reason to stop
+    critic = dataclasses.replace(config.critic, offload="none", recompute="none")
+    reference = dataclasses.replace(config.reference, offload="none")
+    config = dataclasses.replace(config, actor=actor, critic=critic, reference=reference, rollout=rollout)
     models = {setting: _model_folder(saved, setting, path) for setting, path in config.model_paths.items()}
     world = cast(World, SimpleNamespace(rank=0, device=torch.device("cpu")))
     store = cast(CheckpointStore, _LocalFiles())

@@ -32,6 +32,7 @@ from rl.placement.groups import make_groups
 from rl.placement.roles import plan
 from rl.report.metrics import Measures
 from rl.run.build import build_checkpoints
+from rl.run.derive import derive_for_cpu
 from rl.run.models import digest_bases, load_policy
 from rl.run.open import Run
 from rl.sync.plan import transferred_tensors
@@ -91,7 +92,8 @@ def digest_of(learner: PolicyTrainer) -> str:
 
 def open_run(world: World, job: Job) -> Run:
     """Open a run as rl.run.open does, but with every rank as a node, and in the folder that the job names."""
-    config = load_config(None, ["eval.interval=0", "checkpoint.save_interval=1", "actor.lr=0.01", *job.settings])
+    settings = ["eval.interval=0", "checkpoint.save_interval=1", "actor.lr=0.01", *job.settings]
+    config = derive_for_cpu(load_config(None, settings))
     placement = plan(job.placement, world.size, 1, num_replicas=job.num_replicas)
     world.progress.set_roles(",".join(placement.roles[world.rank]))
     folder = Path(job.folders[world.rank])

@@ -95,14 +95,14 @@ SMOKE = {  # by program; what follows a comma names another run of it
     "step": Smoke(
         "--model 10m --prompts 2 --samples 2 --new-tokens 8 --steps 1 model.dtype=float32",
         "parameters seconds_per_step tokens_per_s prompt_tokens",
-        "seconds mfu_update mfu_update_with_attention mfu_logprobs peak_memory_gib mismatch_kl settings",
+        "seconds mfu_update mfu_update_with_attention mfu_logprobs peak_memory_gib mismatch_kl settings derived",
     ),
     "step, different lengths": Smoke(
         "--model 10m --prompts 2 --samples 2 --new-tokens 16 --mean-new-tokens 6 --steps 2 --warm-up 1 "
         "rollout.max_tokens_per_round=4 model.dtype=float32",
         "parameters seconds_per_step tokens_per_s prompt_tokens steps rounds tokens_per_step length_mean length_max "
         "lag_mean lag_max carried mean_new_tokens",
-        "seconds mfu_update mfu_update_with_attention mfu_logprobs peak_memory_gib mismatch_kl settings",
+        "seconds mfu_update mfu_update_with_attention mfu_logprobs peak_memory_gib mismatch_kl settings derived",
     ),
     "suggest": Smoke("--ranks 2 --mean 8 --steps 3 --step-ms 10 --start turns", "ranks mean steps step_ms", "starts"),
     "traffic": Smoke(

@@ -45,6 +45,10 @@ def test_a_run_that_neither_evaluates_first_nor_saves(tmp_path: Path) -> None:
     # 6 prompts x 8 samples x (16 + 6) tokens over 2 actors
     share = "oneworld: data-parallel size 2 (1 replica of 2 shards): a step has at most 528 tokens per actor on average"
     assert output.count(f"{share}, in micro-batches of up to 8,192\n") == 1, output
+    recorded = json.loads((tmp_path / "run" / "run.json").read_text())["config"]
+    assert recorded["rollout"]["max_num_seqs"] == 256, "settings that are derived are recorded"
+    actor = [recorded["actor"][name] for name in ("max_tokens_per_micro_batch", "offload", "recompute")]
+    assert actor == [8192, "none", "none"]
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [("eval/accuracy" in row) for row in rows if row["step"]] == [False, True, True]
     assert not any("eval/accuracy" in row for row in rows if row["step"] == 0)

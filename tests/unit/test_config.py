@@ -214,10 +214,8 @@ POSITIVE = [
     "train.num_prompts_per_step",
     "rollout.num_samples_per_prompt",
     "rollout.max_new_tokens",
-    "rollout.max_num_seqs",
     "rollout.temperature",
     "rollout.tensor_parallel_size",
-    "actor.max_tokens_per_micro_batch",
     "actor.max_grad_norm",
     "inference.max_tokens_per_micro_batch",
     "actor.num_replicas",
@@ -228,6 +226,8 @@ POSITIVE = [
     "data.max_prompt_tokens",
 ]
 NOT_NEGATIVE = [
+    "rollout.max_num_seqs",
+    "actor.max_tokens_per_micro_batch",
     "train.num_epochs",
     "actor.lr",
     "actor.warmup_steps",
@@ -251,6 +251,8 @@ CHOICES = {
     "algo.correction": ["none", "token", "sequence", "token_mask", "sequence_mask", "sequence_mask_two_sided"],
     "algo.old_logprobs": ["auto", "always", "rollout"],
     "actor.lr_schedule": ["constant", "linear", "cosine"],
+    "actor.offload": ["auto", "none", "rollout", "moments", "always"],
+    "actor.recompute": ["auto", "none", "selective", "full"],
     "data.long_rows": ["skip", "fatal"],
     "data.bad_rows": ["fatal", "skip"],
 }
@@ -261,6 +263,7 @@ BAD_EVAL = {"5": "5", "[a, [b]]": "['a', ['b']]", "[a, a]": "['a', 'a']", "{a: 1
 EVAL_RULE = "it must be a path, a list of different paths, or a mapping name -> path"
 NAME_RULE = "a set's name has only letters, digits, '_', '-' and '.': give a mapping name -> path"
 BETWEEN_0_AND_1 = "it must be greater than 0 and less than 1"
+FROM_0_BELOW_1 = "it must be at least 0 and less than 1"
 
 
 @pytest.mark.parametrize(
@@ -276,8 +279,8 @@ BETWEEN_0_AND_1 = "it must be greater than 0 and less than 1"
         (["algo.clip_low=0"], f"algo.clip_low: got 0.0; {BETWEEN_0_AND_1}"),
         (["algo.clip_low=1"], f"algo.clip_low: got 1.0; {BETWEEN_0_AND_1}"),
         (["algo.clip_high=0"], "algo.clip_high: got 0.0; it must be greater than 0"),
-        (["rollout.gpu_memory_fraction=0"], f"rollout.gpu_memory_fraction: got 0.0; {BETWEEN_0_AND_1}"),
-        (["rollout.gpu_memory_fraction=1"], f"rollout.gpu_memory_fraction: got 1.0; {BETWEEN_0_AND_1}"),
+        (["rollout.gpu_memory_fraction=-0.1"], f"rollout.gpu_memory_fraction: got -0.1; {FROM_0_BELOW_1}"),
+        (["rollout.gpu_memory_fraction=1"], f"rollout.gpu_memory_fraction: got 1.0; {FROM_0_BELOW_1}"),
         (
             ["algo.num_mini_batches=5", "train.num_prompts_per_step=4"],
             "algo.num_mini_batches: got 5; a mini-batch holds whole groups, so it must not exceed "

@@ -43,6 +43,7 @@ from rl.model.lora import Adapters, BaseModel, has_adapters, inject, trained_sli
 from rl.model.shards import local_slices, named_parameters
 from rl.placement.groups import make_groups
 from rl.run import models
+from rl.run.derive import derive_for_cpu
 from rl.run.open import Run
 from rl.run.replay import ALONE, SavedStep, _why_no_loss
 from rl.world.world import World
@@ -252,7 +253,7 @@ def test_a_frozen_head_has_no_gradient() -> None:
 
 
 def config_of(folder: Path, **sections: Any) -> Config:
-    return Config(model=ModelConfig(path=str(folder), dtype="float32", lora=LORA), **sections)
+    return derive_for_cpu(Config(model=ModelConfig(path=str(folder), dtype="float32", lora=LORA), **sections))
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])

@@ -19,6 +19,7 @@ from launch.checks.results import OK
 from rl.config.load import load_config
 from rl.config.schema import ROOT
 from rl.data.sources import read_data
+from rl.run.derive import nominal_bytes
 from tests.public_models import QWEN_0_5B, QWEN_7B, QWEN_14B, write_model
 from tests.saved_steps import lose, save
 
@@ -85,6 +86,15 @@ SHARED = {
     "tools of a model elsewhere": [
         *("--plan", *CHAT, "environment.tools=[game.py:add]", "model.path=nobody/no-such-model"),
     ],
+    "a card of 24 GB": [
+        *("--plan", "--config", "configs/rloo.yaml", "model.path=qwen_7b", "--gpu-memory-gb", "24"),
+        "rollout.max_num_seqs=64",
+    ],
+    "a card of 8 GB": [
+        *("--plan", "--config", "configs/rloo.yaml", "model.path=qwen_7b", "--gpu-memory-gb", "8"),
+    ],
+    "a card without memory": ["--plan", "--gpu-memory-gb", "0"],
+    "a card without a plan": ["--gpu-memory-gb", "80"],
     "sizes without a plan": ["--nnodes", "4"],
     "no ranks": ["--plan", "--nproc-per-node", "0"],
     "epochs": ["--plan", "train.num_epochs=2", "train.num_prompts_per_step=100", "rollout.num_samples_per_prompt=4"],
@@ -435,7 +445,7 @@ def test_memory_steps_and_tokens(answers: dict[str, Answer]) -> None:
     assert {*lengths} == {6}
     assert answer.section("tokens") == (
         "a step has at most 256 x (16 + 6) = 5,632 tokens data-parallel size 2 (1 replica of 2 shards): a step has at "
-        "most 2,816 tokens per actor on average, in micro-batches of up to 8,192 expected: 256 x 6.0 = 1,536 "
+        "most 2,816 tokens per actor on average, in micro-batches of up to 20,480 expected: 256 x 6.0 = 1,536 "
         "of prompts, and up to 1,536 of responses"
     )
     assert answer.section("evaluation") == "every 10 steps: eval 200 prompts x 1 sample"
@@ -443,18 +453,42 @@ def test_memory_steps_and_tokens(answers: dict[str, Answer]) -> None:
 
 def test_memory_of_14_billion_parameters_on_4_nodes_of_8_gpus(commands: Commands) -> None:
     """14.77 billion parameters over 32 ranks: 16 bytes of state, 4 of the reference; 2 over the 2 ranks of an engine.
-    Host: 12 + 4 bytes offloaded, 12 of a checkpoint, 1.07 GB of libraries."""
+    Host: 12 bytes of a checkpoint, 1.07 GB of libraries. Nothing is offloaded on cards of 80 GB."""
     answer = commands.answers["14 B with its files"]
     assert answer.code == 0, answer.stderr
     assert answer.section("memory").startswith(
-        "rollout,actor (ranks 0-31): each 7.39 GB policy, 1.85 GB reference, 14.77 GB engine's weights (9.23 GB "
-        "offloaded during rollouts), 14.00 GB of host memory ("
+        "rollout,actor (ranks 0-31): each 7.39 GB policy, 1.85 GB reference, 14.77 GB engine's weights, "
+        "6.61 GB of host memory ("
     )
     assert "estimated from 14770.03 M parameters" in answer.section("memory")
     config = load_config("configs/math_qwen2.5_14b.yaml", [f"model.path={commands.folder / 'qwen_14b'}"])
-    row, host, _ = check_placement(config, 4, 8, [{"total": 40 * 10**9}] * 32)
+    row, host, _ = check_placement(config, 4, 8, [{"total": nominal_bytes(40)}] * 32)
     assert row.state == OK, row
-    assert host == [pytest.approx(8 * 14.00e9, rel=1e-3)] * 4
+    assert host == [pytest.approx(8 * 6.61e9, rel=1e-3)] * 4
+
+
+def test_derived_settings(answers: dict[str, Answer]) -> None:
+    """Each has its reason. A value that is given is not derived, and memory is that of the derived settings."""
+    answer = answers["default"]
+    settings = answer.section("settings")
+    assert settings.startswith(
+        "for GPUs of 80 GB (--gpu-memory-gb); on a CPU they are fixed rollout.max_num_seqs=256: "
+    )
+    assert "rollout.gpu_memory_fraction=0.02: 1.23 MB of weights, " in settings
+    assert "actor.offload=none: the first of none, moments, rollout and always that fits" in settings
+    assert "estimated to fit: at most " in settings
+    small = answers["a card of 24 GB"]
+    assert small.code == 0, small.stderr
+    settings = small.section("settings")
+    assert settings.startswith("for GPUs of 24 GB (--gpu-memory-gb);") and "rollout.max_num_seqs" not in settings
+    assert "actor.offload=always: " in settings and "actor.recompute=full: " in settings
+    assert "estimated to fit: at most " in settings
+    assert "each 15.23 GB engine's weights, 31.5" in small.section("memory"), "the learner is in host memory"
+    smaller = answers["a card of 8 GB"]
+    assert smaller.code == 0 and "estimated not to fit: an update needs" in smaller.section("settings")
+    unknown = answers["sizes from config"].section("settings")
+    assert unknown.endswith("actor.recompute: a run derives them from the model, which is not here")
+    assert "micro-batches of a size that is derived from the model" in answers["sizes from config"].section("tokens")
 
 
 def test_memory_of_ppo_on_2_nodes_of_1_gpu(commands: Commands) -> None:
@@ -927,6 +961,8 @@ def test_a_plan_writes_nothing(commands: Commands) -> None:
     ("command", "text"),
     [
         ("sizes without a plan", "--nnodes and --nproc-per-node after train.py need --plan"),
+        ("a card without memory", "--gpu-memory-gb: got 0; it must be at least 1 and less than 10000"),
+        ("a card without a plan", "--gpu-memory-gb needs --plan; a run uses the memory of its own GPUs"),
         ("no ranks", "--nnodes and --nproc-per-node: got 0; they must be at least 1"),
         ("more numbers than nodes", "--nproc-per-node has 2 numbers, and --nnodes is 3; give one number for all nodes"),
         ("no number of ranks", "--nproc-per-node: got '8,x'; give a number such as 8, or one per node such as 8,4"),

@@ -18,9 +18,10 @@ from rl.config.modes import for_evaluation
 from rl.config.schema import ROOT, Config
 from rl.evaluation.best_metric import check_best_metric
 from rl.model.memory import estimate
-from rl.model.shape import ModelSize, check_model
+from rl.model.shape import AdaptedLayers, ModelShape, ModelSize, check_model
 from rl.placement.roles import Placement, plan
 from rl.rewards.find import check_rewards
+from rl.run.derive import Derived, ModelFacts, Models, derive, nominal_bytes
 
 FILES = sorted((ROOT / "configs").glob("*.yaml"))
 TINY = ("default", "tiny_calculator", "tiny_guess")  # on any machine, with a model in this repository
@@ -32,23 +33,41 @@ every_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 class Shape(NamedTuple):
     """The shape of a public model, from its config.json and its files."""
 
-    num_heads: int
+    inner: ModelShape
     num_positions: int
     num_parameters: float  # in billions
     num_head_parameters: float = 0.0  # of an untied output layer, which a critic does not have
     adapter_width: int = 0  # inputs and outputs of all linear layers but the head, in all layers together
 
 
+OF_3B, OF_7B = (
+    ModelShape(36, 2048, 11_008, 16, 2, 128, 151_936, is_tied=True),
+    ModelShape(28, 3584, 18_944, 28, 4, 128, 152_064, is_tied=False),
+)
 SHAPES = {
-    "HuggingFaceTB/SmolLM2-135M-Instruct": Shape(9, 8192, 0.1345, adapter_width=30 * (4992 + 5184)),
-    "Qwen/Qwen2.5-0.5B-Instruct": Shape(14, 32768, 0.494),
-    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": Shape(12, 131072, 1.777),
-    "Qwen/Qwen2.5-3B": Shape(16, 32768, 3.086),
-    "Qwen/Qwen2.5-3B-Instruct": Shape(16, 32768, 3.086),
-    "Qwen/Qwen2.5-7B-Instruct": Shape(28, 32768, 7.616, 0.545, adapter_width=28 * (40_448 + 49_664)),
-    "Qwen/Qwen2.5-Math-7B": Shape(28, 4096, 7.616, 0.545),
-    "Qwen/Qwen2.5-14B": Shape(40, 131072, 14.77),
+    "HuggingFaceTB/SmolLM2-135M-Instruct": Shape(
+        ModelShape(30, 576, 1536, 9, 3, 64, 49_152, is_tied=True), 8192, 0.1345, adapter_width=30 * (4992 + 5184)
+    ),
+    "Qwen/Qwen2.5-0.5B-Instruct": Shape(ModelShape(24, 896, 4864, 14, 2, 64, 151_936, is_tied=True), 32768, 0.494),
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": Shape(
+        ModelShape(28, 1536, 8960, 12, 2, 128, 151_936, is_tied=False), 131072, 1.777
+    ),
+    "Qwen/Qwen2.5-3B": Shape(OF_3B, 32768, 3.086),
+    "Qwen/Qwen2.5-3B-Instruct": Shape(OF_3B, 32768, 3.086),
+    "Qwen/Qwen2.5-7B-Instruct": Shape(OF_7B, 32768, 7.616, 0.545, adapter_width=28 * (40_448 + 49_664)),
+    "Qwen/Qwen2.5-Math-7B": Shape(OF_7B, 4096, 7.616, 0.545),
+    "Qwen/Qwen2.5-14B": Shape(ModelShape(48, 5120, 13_824, 40, 8, 128, 152_064, is_tied=False), 131072, 14.77),
 }
+
+
+def derived(config: Config, gpu_gb: int) -> Derived:
+    """Return the settings of a run on cards of this size."""
+    shape = SHAPES[config.model.path]
+    adapted = AdaptedLayers(1, shape.adapter_width) if config.model.lora.is_set else AdaptedLayers()
+    policy = ModelFacts(ModelSize(int(1e9 * shape.num_parameters), adapted=adapted), shape.inner)
+    critic = ModelFacts(ModelSize(int(1e9 * (shape.num_parameters - shape.num_head_parameters))), shape.inner)
+    models = Models(policy, critic if config.algo.has_critic else None)
+    return derive(config, planned(config), models, nominal_bytes(gpu_gb))
 
 
 def planned(config: Config) -> Placement:
@@ -104,11 +123,12 @@ def test_it_fits_its_model(file: Path, tmp_path: Path) -> None:
     """The ranks of an engine divide the heads, and prompt and response fit into the positions."""
     config = load_config(file)
     shape = SHAPES[config.model.path]
-    about = {"num_attention_heads": shape.num_heads, "max_position_embeddings": shape.num_positions}
+    about = {"num_attention_heads": shape.inner.num_heads, "max_position_embeddings": shape.num_positions}
     (tmp_path / "config.json").write_text(json.dumps(about))
     check_model(config, tmp_path)
     assert config.placement["num_gpus_per_node"] % config.rollout.tensor_parallel_size == 0
-    assert config.max_sequence_tokens <= config.actor.max_tokens_per_micro_batch
+    for gpu_gb in (24, 80):
+        assert config.max_sequence_tokens <= derived(config, gpu_gb).config.actor.max_tokens_per_micro_batch
 
 
 @every_recipe
@@ -130,7 +150,7 @@ def test_its_head_names_its_world_and_its_data(file: Path) -> None:
 def test_memory_in_its_head_is_what_the_arithmetic_gives(file: Path) -> None:
     """Training state has 16 bytes per trained parameter over the actors and 2 per frozen one, a reference or the model
     of inference ranks 4, an engine 2 over its ranks. With adapters, there is no reference. Host memory holds offloaded
-    state, the copy of a checkpoint and 1 GB of libraries."""
+    state, the copy of a checkpoint and 1 GB of libraries. The settings are derived, and fit the named card."""
     config, head = load_config(file), head_of(file)
     placement, shape = planned(config), SHAPES[config.model.path]
     num_actors = len(placement.actors)
@@ -152,9 +172,11 @@ def test_memory_in_its_head_is_what_the_arithmetic_gives(file: Path) -> None:
     if held := re.search(r"inference ([\d.]+) GB \(float32 over (\d+) ranks\)", head):
         assert int(held[2]) == len(placement.scorers)
         assert float(held[1]) == pytest.approx(4 * shape.num_parameters / len(placement.scorers), abs=0.06)
+    card = re.search(r"[Cc]ards? of (\d+) GB (?:are|is) enough", head)
+    assert card
+    found = derived(config, int(card[1]))
+    assert not found.problem, found.problem
     if host := re.search(r"(\d+) GB of host memory", head):
         policy, value = (int(1e9 * size) for size in (shape.num_parameters, critic * num_actors / 16))
-        (role,) = estimate(config, placement, ModelSize(policy), ModelSize(value) if value else None)
+        (role,) = estimate(found.config, placement, ModelSize(policy), ModelSize(value) if value else None)
         assert int(host[1]) == round(role.host / 1e9)
-    share = re.search(r"(?:up to|share \(|share of the card \(|rollout) ?(\d+) %", head)
-    assert share and int(share[1]) == round(100 * config.rollout.gpu_memory_fraction)

@@ -17,6 +17,7 @@ from rl.data.batch import batch_of_responses
 from rl.data.group_file import StoredGroup, groups_to_bytes
 from rl.placement.roles import plan
 from rl.rollout.simulate import Setup, SimulatedTask, Speeds, Workload, estimate_step, time_round
+from rl.run.derive import derive_for_cpu
 from rl.run.suggest import SuggestionError, read_run, suggest
 from tools.suggest_placement import describe
 
@@ -97,7 +98,7 @@ def write_run(
 ) -> Path:
     """Write the files of a run whose ranks have SPEEDS, and whose responses all have LENGTH tokens."""
     settings = [f"train.num_prompts_per_step={NUM_PROMPTS}", f"rollout.num_samples_per_prompt={NUM_SAMPLES}"]
-    config = load_config(None, [*settings, f"rollout.max_new_tokens={LENGTH}", *overrides])
+    config = derive_for_cpu(load_config(None, [*settings, f"rollout.max_new_tokens={LENGTH}", *overrides]))
     tp = config.rollout.tensor_parallel_size
     placement = plan(config.placement, 1, num_ranks, tp, config.actor.num_replicas)
     num_engines, num_actors = len(placement.engines), len(placement.actors)

@@ -317,6 +317,24 @@ def test_engine_options_may_choose_other_graphs(build: Any, settings: dict[str, 
     assert options.get("compilation_config") == settings.get("compilation_config")
 
 
+@pytest.mark.parametrize(
+    ("max_num_seqs", "settings", "expected"),
+    [
+        (4, {}, 4096),
+        (5000, {}, 5000),
+        (4, {"max_num_batched_tokens": 64}, 64),
+        (4, {"enable_chunked_prefill": False}, None),  # then a step must hold the longest prompt
+    ],
+)
+def test_tokens_of_a_step(build: Any, max_num_seqs: int, settings: dict[str, Any], expected: int | None) -> None:
+    seat = SimpleNamespace(device=torch.device("cuda"), tp_size=1, shares_device=True, name="engine")
+    config = Config(rollout=RolloutConfig(max_num_seqs=max_num_seqs, engine_options=settings))
+    assert build._engine_options(config, Path("model"), seat).get("max_num_batched_tokens") == expected
+    seat.device = torch.device("cpu")
+    on_cpu = build._engine_options(config, Path("model"), seat).get("max_num_batched_tokens")
+    assert on_cpu == settings.get("max_num_batched_tokens"), "on a CPU it is vLLM's default"
+
+
 class Inputs:
     """vLLM's input processor, as far as requests go through it."""
 

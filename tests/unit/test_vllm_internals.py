@@ -40,6 +40,7 @@ NAMES: dict[str, list[str]] = {
             "async_scheduling",
             "kv_cache_memory_bytes",
             "gpu_memory_utilization",
+            "max_num_batched_tokens",
         ),
     ],
     "vllm.inputs.TokensPrompt": [],

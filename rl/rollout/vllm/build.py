@@ -18,6 +18,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
 from rl.config.schema import Config, ConfigError
+from rl.model.activations import max_batched_tokens
 from rl.rollout.engine import EngineSeat
 from rl.rollout.vllm.engine import VllmEngine
 from rl.rollout.vllm.fast_decode import install_fast_decode
@@ -142,6 +143,8 @@ def _engine_options(config: Config, model_folder: Path, seat: EngineSeat) -> dic
     if unknown := sorted(rollout.engine_options.keys() - {option.name for option in fields(EngineArgs)}):
         names = ", ".join(unknown)
         raise ConfigError(f"rollout.engine_options: vLLM {vllm.__version__} has no option {names}; remove it")
+    if not is_cpu and rollout.engine_options.get("enable_chunked_prefill") is not False:
+        options["max_num_batched_tokens"] = max_batched_tokens(rollout.max_num_seqs)
     if not options["enforce_eager"]:
         options["compilation_config"] = graph_options(config)
         theirs = rollout.engine_options.get("compilation_config")

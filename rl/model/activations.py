@@ -1,0 +1,121 @@
+"""Estimate the device memory of an update and of an engine beyond weights and training state. No torch.
+
+The numbers of elements that a layer keeps for its backward pass are those of a compiled layer of llama or Qwen. How far
+the estimates are from measured peaks is in tests/unit/test_activations.py.
+"""
+
+from dataclasses import dataclass
+
+from rl.config.schema import Config, LoraConfig, Recompute
+from rl.model.memory import DTYPE_BYTES
+from rl.model.shape import ModelShape, ModelSize
+
+LOGITS_BYTES = 10 << 27  # logits that the learner computes at once, with copies and gradients (rl/model/head.py)
+EAGER = 1.4  # a layer that is not compiled also keeps the results of its elementwise operations
+FRAGMENTS = 1.1  # what torch's allocator takes for activations, compared with what they need
+GATHERED_LAYERS = 3  # the current one, the next one that is being gathered, and the last one that is being freed
+BLOCK = 16  # tokens in a block of the KV cache
+LOGIT_BYTES = 8  # per sequence and entry of the vocabulary, in the pass with which vLLM measures its memory
+SAMPLING_BYTES = 24  # in addition, while an engine samples: several float32 copies of the logits
+ENGINE_BYTES = 1_500_000_000  # graphs, workspaces and buffers of an engine
+TP_BYTES = 1_000_000_000  # buffers of its collectives, if it has several ranks
+MIN_BATCHED_TOKENS = 4096
+LONG_RESPONSE = 2048  # tokens; longer limits than this are seldom reached by many responses at once
+
+
+@dataclass(frozen=True)
+class UpdateMemory:
+    """Bytes that an update needs on one rank, besides the training state."""
+
+    fixed: int
+    per_token: int  # of a micro-batch
+
+    def of(self, num_tokens: int) -> int:
+        return self.fixed + self.per_token * num_tokens
+
+
+def update_memory(
+    config: Config, shape: ModelShape, recompute: Recompute, lora: LoraConfig, is_critic: bool = False
+) -> UpdateMemory:
+    """Estimate an update of a policy or critic. Layers are gathered one after the other, embedding and head at once."""
+    dtype, num_layers, hidden = DTYPE_BYTES[config.model.dtype], shape.num_layers, shape.hidden
+    heads = (shape.num_heads + shape.num_kv_heads) * shape.head_dim
+    kept = 4 * hidden + (3 if shape.has_qk_norm else 2) * heads + 3 * shape.intermediate  # of a layer, per token
+    num_recomputed = {"full": num_layers, "selective": -(-num_layers // 2)}.get(recompute, 0)
+    elements = (num_layers - num_recomputed) * kept + num_recomputed * hidden + (kept if num_recomputed else 0)
+    elements += heads + 6 * hidden + 3 * shape.intermediate  # gradients of the layer that is computed
+    factor = FRAGMENTS * (1 if config.actor.compile else EAGER)
+    head = shape.vocabulary * hidden
+    root = head if is_critic else shape.num_in_root
+    fixed = dtype * (root + GATHERED_LAYERS * shape.num_in_layer)
+    if not is_critic:
+        fixed += LOGITS_BYTES * (2 if config.algo.kl_coef and config.algo.kl_estimator == "full" else 1)
+    if not lora.is_set:
+        fixed += 8 * shape.num_in_layer + (0 if is_critic else (4 + dtype) * head)  # gradients before their reduction
+    return UpdateMemory(fixed, int(factor * dtype * elements))
+
+
+def scoring_bytes(config: Config, shape: ModelShape) -> int:
+    """Estimate a pass without gradients, of inference.max_tokens_per_micro_batch tokens."""
+    dtype = DTYPE_BYTES[config.model.dtype]
+    heads = (shape.num_heads + shape.num_kv_heads) * shape.head_dim
+    of_token = int(FRAGMENTS * dtype * (4 * shape.hidden + 2 * heads + 3 * shape.intermediate))
+    gathered = dtype * (shape.num_in_root + GATHERED_LAYERS * shape.num_in_layer)
+    return config.inference.max_tokens_per_micro_batch * of_token + gathered + LOGITS_BYTES
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """Bytes that an engine needs on each of its ranks."""
+
+    weights: int
+    kv: int  # for all of its sequences at full length
+    enough_kv: int  # for all of them at a length that most do not exceed
+    least_kv: int  # for one sequence
+    other: int  # activations, logits, graphs
+    beside: int  # what sampling takes besides the share of the GPU that vLLM is given
+
+    @property
+    def total(self) -> int:
+        """What the share of the GPU must hold."""
+        return self.weights + self.kv + self.other
+
+    @property
+    def enough(self) -> int:
+        return self.weights + self.enough_kv + self.other
+
+    @property
+    def least(self) -> int:
+        return self.weights + self.least_kv + self.other
+
+
+def engine_memory(
+    config: Config, shape: ModelShape, size: ModelSize, num_slots: int, num_sequences: int
+) -> EngineMemory:
+    """Estimate an engine that decodes `num_slots` sequences at once, and in training `num_sequences`."""
+    dtype, rollout, tp = DTYPE_BYTES[config.model.dtype], config.rollout, config.rollout.tensor_parallel_size
+    of_token = 2 * dtype * shape.num_layers * -(-shape.num_kv_heads // tp) * shape.head_dim
+    shares_prompts = rollout.engine_options.get("enable_prefix_caching") is not False
+    num_prompts = -(-num_sequences // rollout.num_samples_per_prompt) if shares_prompts else num_sequences
+    longest, prompt = config.max_training_tokens, config.data.max_prompt_tokens
+
+    def kv_of(num_new_tokens: int) -> int:
+        """The samples of a prompt share its KV cache. Their own part of it begins and ends in the middle of a block."""
+        return of_token * (num_sequences * (num_new_tokens + 2 * BLOCK) + num_prompts * prompt)
+
+    least, whole = of_token * (prompt + longest + 2 * BLOCK), kv_of(longest)
+    enough = kv_of(min(longest, max(LONG_RESPONSE, longest // 4)))
+    if rollout.kv_cache_mb:
+        least = whole = enough = rollout.kv_cache_mb << 20
+    num_batched = rollout.engine_options.get("max_num_batched_tokens") or max_batched_tokens(num_slots)
+    activations = num_batched * dtype * (6 * shape.hidden + 3 * -(-shape.intermediate // tp))
+    logits = num_slots * shape.vocabulary
+    other = LOGIT_BYTES * logits + activations + ENGINE_BYTES + (TP_BYTES if tp > 1 else 0)
+    weights = dtype * size.num_parameters // tp
+    return EngineMemory(weights, whole, enough, least, other, beside=SAMPLING_BYTES * logits)
+
+
+def max_batched_tokens(max_num_seqs: int) -> int:
+    """Return the most tokens that an engine on a GPU computes in one step. vLLM's own default is up to 16,384, and it
+    keeps memory for that many. Prompts that are longer are computed in several steps."""
+    return max(MIN_BATCHED_TOKENS, max_num_seqs)

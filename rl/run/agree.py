@@ -1,0 +1,80 @@
+"""Let all ranks agree on what follows from the data and from the GPUs: the leader computes it and tells the others.
+
+every rank --DeviceMemory--> leader: rl/run/derive.py --DerivedSettings--> every rank
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from rl.common.notices import NOTICES
+from rl.common.text import format_bytes
+from rl.config.schema import Config
+from rl.data.sources import Data
+from rl.placement.roles import Placement
+from rl.run.derive import derive, read_models, with_values
+from rl.world.messages import Message
+from rl.world.world import World
+
+
+@dataclass(frozen=True)
+class DeviceMemory(Message):
+    """Tell the leader the memory of a rank's GPU."""
+
+    num_bytes: int  # 0: the rank has none
+    awaited = "the memory of the GPUs"
+
+
+@dataclass(frozen=True)
+class DerivedSettings(Message):
+    """Tell a rank the settings that the leader has derived."""
+
+    values: dict[str, int | float | str]
+    awaited = "the derived settings from the leader"
+
+
+@dataclass(frozen=True)
+class NumSteps(Message):
+    """Tell a rank the number of steps, which the leader computes from the size of the data."""
+
+    num_steps: int
+    awaited = "the number of steps from the leader"
+
+
+def agree_on_settings(
+    world: World, placement: Placement, config: Config, folders: Mapping[str, Path], trains: bool = True
+) -> Config:
+    """Fill in the settings that the user has left open. Called on every rank, once GPUs may be used."""
+    world.mail.send(placement.leader, DeviceMemory(device_bytes(world.device)))
+    if world.rank == placement.leader:
+        smallest = min(world.mail.receive(DeviceMemory).message.num_bytes for _ in range(placement.world_size))
+        derived = derive(config, placement, read_models(config, folders) if smallest else None, smallest, trains)
+        if derived.values and smallest:
+            about = f" ({derived.use})" if derived.use else ""
+            print(f"oneworld: derived for GPUs of {format_bytes(smallest)}: {derived.line()}{about}", flush=True)
+        if derived.problem:
+            NOTICES.warn(f"by its estimate, this run does not fit into the memory of its GPUs: {derived.problem}")
+        for rank in range(placement.world_size):
+            world.mail.send(rank, DerivedSettings(derived.values))
+    return with_values(config, world.mail.receive(DerivedSettings).message.values)
+
+
+def device_bytes(device: torch.device | None = None) -> int:
+    """Return the memory of a GPU, by default that of the first one. Return 0 if there is none."""
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+
+
+def agree_on_steps(world: World, placement: Placement, config: Config, data: Data | None) -> Config:
+    """Compute train.num_steps from train.num_epochs. Only the leader has the data; it tells the other ranks."""
+    if not config.train.num_epochs:
+        return config
+    if data is not None:
+        num_steps = config.train.count_steps(len(data.stream))
+        print(f"oneworld: train.num_epochs = {config.train.num_epochs}: {num_steps} steps", flush=True)
+        for rank in range(placement.world_size):
+            world.mail.send(rank, NumSteps(num_steps))
+    num_steps = world.mail.receive(NumSteps).message.num_steps
+    return replace(config, train=replace(config.train, num_steps=num_steps))

@@ -1,0 +1,363 @@
+"""Derive settings that the user has left open from model, lengths, placement and the memory of the GPUs. No torch.
+
+    derive(config, placement, models, device_bytes).config      has a number or a name for each of them
+
+Values that the user gives are used as given, and the others are chosen to fit them. On a CPU they are fixed. The leader
+derives them for all ranks, from the smallest GPU (rl/run/agree.py). They change speed and memory, and of the results
+only the rounding.
+
+An engine and a learner on the same GPU take turns, so two moments count:
+
+    rollout     weights and moments that stay on the device, and the engine
+    update      the training state of a rank, activations, and what a sleeping engine keeps
+
+With offload=moments or rollout, moments return while the last backward pass frees activations (ShardedTrainer), so the
+larger of both counts, unless a batch has several optimizer steps. The order of preference is that of the cost: smaller
+micro-batches, then moments over the bus, weights over the bus, recomputation, and everything in host memory.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rl.common.text import count_of, format_bytes
+from rl.config.schema import Config
+from rl.model.activations import EngineMemory, UpdateMemory, engine_memory, scoring_bytes, update_memory
+from rl.model.memory import RoleMemory, estimate
+from rl.model.shape import ModelShape, ModelSize, measure_size, read_shape
+from rl.placement.roles import Placement
+
+SLOTS, FRACTION, TOKENS = "rollout.max_num_seqs", "rollout.gpu_memory_fraction", "actor.max_tokens_per_micro_batch"
+OFFLOAD, RECOMPUTE = "actor.offload", "actor.recompute"
+ON_CPU = {SLOTS: 256, FRACTION: 0.85, TOKENS: 8192, OFFLOAD: "none", RECOMPUTE: "none"}
+# For a model whose config.json has no sizes that are known here.
+CAUTIOUS = {FRACTION: 0.5, TOKENS: 8192, OFFLOAD: "rollout", RECOMPUTE: "none"}
+
+MIN_SLOTS, MAX_SLOTS, MAX_EVAL_SLOTS = 8, 1024, 256
+WHOLE_GPU = 0.9  # share of an engine that has a GPU of its own
+AIM_TOKENS = 20_480  # of a micro-batch; larger ones are hardly faster
+ENOUGH_TOKENS = 8192  # smaller micro-batches are clearly slower, so they cost more than moments over the bus
+ROUND_TOKENS = 512
+CUDA_BYTES = 1_500_000_000  # context, libraries and communicators
+MARGIN = 0.03  # of a card, for what the estimate does not know
+NEAR = 0.8  # an engine is content with this share of the most that it could get
+SLEEPING_BYTES = 2_500_000_000  # what an engine keeps while the learner works: graphs and buffers
+GIB = 1 << 30
+NOMINAL = 0.99  # GiB that CUDA reports of a nominal GB: 79.2 of 80, 139.8 of 141
+
+
+class ModelFacts(NamedTuple):
+    size: ModelSize
+    shape: ModelShape
+
+
+class Models(NamedTuple):
+    policy: ModelFacts
+    critic: ModelFacts | None = None
+
+
+def read_models(config: Config, folders: Mapping[str, Path]) -> Models | None:
+    """Read the models of a run. `folders` are by setting, as in Run.models. Return None if a config.json lacks sizes.
+    Weights that are not there, as in a dry run, are counted from config.json."""
+    policy = _read_model(config, folders["model.path"])
+    critic = _read_model(config, folders["critic.path"]) if "critic.path" in folders else policy
+    if policy is None or critic is None:
+        return None
+    return Models(policy, critic if config.algo.has_critic else None)
+
+
+def _read_model(config: Config, folder: Path) -> ModelFacts | None:
+    shape = read_shape(folder)
+    if shape is None:
+        return None
+    return ModelFacts(measure_size(folder, config.model.lora.targets) or shape.size, shape)
+
+
+@dataclass(frozen=True)
+class Derived:
+    """The settings of a run, with everything filled in."""
+
+    config: Config
+    reasons: dict[str, str]  # for each setting that was derived
+    problem: str = ""  # why the run is not expected to fit
+    use: str = ""  # of the memory of a GPU, in words
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The derived settings by name."""
+        return {name: read_value(self.config, name) for name in self.reasons}
+
+    def line(self) -> str:
+        """Return the derived settings as on a command line."""
+        return " ".join(f"{name}={value}" for name, value in self.values.items())
+
+
+def read_value(config: Config, name: str) -> Any:
+    section, _, key = name.partition(".")
+    return getattr(getattr(config, section), key)
+
+
+def with_values(config: Config, values: Mapping[str, Any]) -> Config:
+    """Return the config with these settings changed."""
+    for name, value in values.items():
+        section, _, key = name.partition(".")
+        config = replace(config, **{section: replace(getattr(config, section), **{key: value})})
+    return config
+
+
+def open_settings(config: Config) -> list[str]:
+    """Return the names of the settings that are to be derived."""
+    return [name for name in ON_CPU if read_value(config, name) in (0, "auto")]
+
+
+def derive_for_cpu(config: Config) -> Config:
+    """Return the config with all settings filled in for ranks without GPUs."""
+    return with_values(config, {name: ON_CPU[name] for name in open_settings(config)})
+
+
+def nominal_bytes(num_gb: float) -> int:
+    """Return the bytes of a GPU that is sold as having this many GB. CUDA reports about as many GiB."""
+    return int(num_gb * NOMINAL * GIB)
+
+
+def derive(
+    config: Config, placement: Placement, models: Models | None, device_bytes: int, trains: bool = True
+) -> Derived:
+    """Fill in the settings that are open. `device_bytes` is the memory of the smallest GPU; 0: the ranks have none."""
+    names = open_settings(config)
+    if not device_bytes:
+        return Derived(derive_for_cpu(config), dict.fromkeys(names, "on a CPU"))
+    slots, num_sequences, reasons = _count_slots(config, placement)
+    if SLOTS in names:
+        config = with_values(config, {SLOTS: slots})
+    if models is None:
+        values = {name: value for name, value in CAUTIOUS.items() if name in names}
+        reasons |= dict.fromkeys(values, "a cautious value, because config.json of the model has no known sizes")
+        return Derived(with_values(config, values), {name: reasons[name] for name in names})
+    device_bytes = device_bytes // GIB * GIB or device_bytes  # cards of the same kind differ by a few MB
+    card = Card(device_bytes, max(placement.nodes.sizes) if config.debug.share_gpu else 1)
+    search = _Search(placement, models, card, min(num_sequences, config.rollout.max_num_seqs), trains)
+    found = search.choose(config)
+    values = {FRACTION: found.fraction, TOKENS: found.tokens, **found.learner}
+    reasons |= found.reasons
+    config = with_values(config, {name: value for name, value in values.items() if name in names})
+    return Derived(config, {name: reasons[name] for name in names}, found.problem, found.use)
+
+
+def _count_slots(config: Config, placement: Placement) -> tuple[int, int, dict[str, str]]:
+    """Return the slots of an engine, the sequences that it has at once in training, and the reason."""
+    rollout, num_engines = config.rollout, max(1, len(placement.engines))
+    share = max((placement.engine_shares or {}).values(), default=1 / num_engines)
+    num_groups = math.ceil(config.train.num_prompts_per_step * share - 1e-9)
+    num_sequences, why = num_groups * rollout.num_samples_per_prompt, "the sequences of a step per engine"
+    if rollout.max_rounds > 1:
+        num_sequences, why = 2 * num_sequences, f"twice {why}, for responses that are carried over"
+    wanted = num_sequences
+    if config.eval.interval:
+        num_evaluated = -(-config.eval.num_prompts * config.eval.num_samples // num_engines) or MAX_EVAL_SLOTS
+        if min(num_evaluated, MAX_EVAL_SLOTS) > wanted:
+            wanted, why = min(num_evaluated, MAX_EVAL_SLOTS), "those of an evaluation, which has more than a step"
+    slots = min(MAX_SLOTS, max(MIN_SLOTS, -(-wanted // 8) * 8))
+    if wanted > MAX_SLOTS:
+        why = f"the most that is derived; a step has {num_sequences:,} per engine"
+    return slots, num_sequences, {SLOTS: why}
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU, and the part of it that a rank may use."""
+
+    whole: int  # bytes
+    num_ranks: int  # that share it
+
+    @property
+    def total(self) -> int:
+        return self.whole // self.num_ranks
+
+    @property
+    def usable(self) -> int:
+        return int((1 - MARGIN) * self.total) - CUDA_BYTES
+
+    def fraction(self, num_bytes: float, rounds_up: bool = False) -> float:
+        """Return the share of the GPU that this is, of at most WHOLE_GPU of the rank's part, to two digits."""
+        share = 100 * min(num_bytes, WHOLE_GPU * self.total) / self.whole
+        return max(1, math.ceil(share) if rounds_up and num_bytes < WHOLE_GPU * self.total else math.floor(share)) / 100
+
+
+class _Found(NamedTuple):
+    fraction: float
+    tokens: int
+    learner: dict[str, Any]  # offload and recompute
+    reasons: dict[str, str]
+    problem: str
+    use: str
+
+
+class _Budget(NamedTuple):
+    """What one choice of offload and recompute leaves, on the ranks with the least."""
+
+    config: Config
+    for_engine: float  # bytes; infinite if no engine shares a GPU
+    num_tokens: float  # in a micro-batch of the update; infinite without an update
+
+
+class _Search:
+    def __init__(self, placement: Placement, models: Models, card: Card, num_sequences: int, trains: bool):
+        self._placement, self._models, self._card, self._trains = placement, models, card, trains
+        self._num_sequences = num_sequences
+
+    def choose(self, config: Config) -> _Found:
+        longest = config.data.max_prompt_tokens + config.max_training_tokens
+        step_tokens = longest + config.max_step_tokens // len(self._placement.actors)  # of one actor, about
+        given = config.actor.max_tokens_per_micro_batch
+        needed = max(longest, min(given or ENOUGH_TOKENS, step_tokens))
+        slots, policy = config.rollout.max_num_seqs, self._models.policy
+        engine = engine_memory(config, policy.shape, policy.size, slots, self._num_sequences)
+        budgets = [self._budget(each, engine) for each in _candidates(config)]
+        most, share = max(each.for_engine for each in budgets), config.rollout.gpu_memory_fraction
+        enough = min(share * self._card.whole, most) if share else min(engine.enough, NEAR * most)
+        fitting = [each for each in budgets if each.num_tokens >= needed and each.for_engine >= enough]
+        best = fitting[0] if fitting else budgets[-1]
+        room = max(best.num_tokens, 0)
+        tokens = int(min(max(AIM_TOKENS, longest), room)) // ROUND_TOKENS * ROUND_TOKENS
+        tokens = given or max(tokens, longest, ROUND_TOKENS)
+        learner: dict[str, Any] = {OFFLOAD: best.config.actor.offload, RECOMPUTE: best.config.actor.recompute}
+        fraction, why = self._fraction(best, engine)
+        config = with_values(best.config, {TOKENS: tokens, FRACTION: fraction})
+        peaks = {"rollout": self._rollout_peak(config, engine), "update": self._update_peak(config, step_tokens)}
+        is_given = len(budgets) < len([*_candidates(with_values(config, {OFFLOAD: "auto", RECOMPUTE: "auto"}))])
+        problem = self._problem(config, peaks, engine, best.for_engine, is_given)
+        of = f"of {format_bytes(self._card.usable)}"
+        use = ", ".join(f"{format_bytes(peak)} in the {name}" for name, peak in peaks.items() if peak)
+        update = self._memory(config)["policy"]
+        reasons = {
+            FRACTION: why,
+            TOKENS: f"{format_bytes(update.per_token)} of activations per token, and room for {_count(room)}",
+            OFFLOAD: f"the first of none, moments, rollout and always that fits, with {use or 'no learner'}",
+            RECOMPUTE: f"the first of none, selective and full with room for {needed:,} tokens",
+        }
+        return _Found(fraction, tokens, learner, reasons, problem, f"at most {use} {of}" if use else "")
+
+    def _estimate(self, config: Config) -> list[RoleMemory]:
+        critic = self._models.critic.size if self._models.critic else None
+        return estimate(config, self._placement, self._models.policy.size, critic, self._trains)
+
+    def _memory(self, config: Config) -> dict[str, UpdateMemory]:
+        """Return what an update of each trained model needs besides its state."""
+        policy, critic = self._models
+        found = {"policy": update_memory(config, policy.shape, config.actor.recompute, config.model.lora)}
+        if critic is not None:
+            recompute, lora = config.critic_recompute, config.critic_lora
+            found["critic"] = update_memory(config, critic.shape, recompute, lora, is_critic=True)
+        return found
+
+    def _budget(self, config: Config, engine: EngineMemory) -> _Budget:
+        for_engine = num_tokens = math.inf
+        memory = self._memory(config)
+        for role in self._estimate(config):
+            if role.engine:
+                for_engine = min(for_engine, self._left_for_engine(config, role, engine))
+            for name in role.states if self._trains else ():
+                state = _state_in_update(config, role, name)
+                room = self._card.usable - state.total - memory[name].fixed
+                if room < state.late:
+                    num_tokens = min(num_tokens, 0)
+                elif not (name == "critic" and config.critic.max_tokens_per_micro_batch):
+                    num_tokens = min(num_tokens, room // memory[name].per_token)
+        return _Budget(config, for_engine, num_tokens)
+
+    def _left_for_engine(self, config: Config, role: RoleMemory, engine: EngineMemory) -> float:
+        """Return the largest share that an engine may have beside the other roles of its rank."""
+        if role.roles == ("rollout",):
+            return math.inf
+        left = self._card.usable - role.during_rollout - engine.beside
+        if "inference" in role.roles and self._placement.scorers:  # it scores while the engine stays awake
+            left -= scoring_bytes(config, self._models.policy.shape)
+        return left
+
+    def _fraction(self, budget: _Budget, engine: EngineMemory) -> tuple[float, str]:
+        if given := budget.config.rollout.gpu_memory_fraction:
+            return given, ""
+        if math.isinf(budget.for_engine):
+            return self._card.fraction(self._card.usable - engine.beside), "no other role uses the GPU"
+        parts = f"{format_bytes(engine.weights)} of weights, {format_bytes(engine.kv)} of KV cache for "
+        parts += f"{count_of(self._num_sequences, 'sequence')} at full length, {format_bytes(engine.other)} besides"
+        if engine.total <= budget.for_engine:
+            return self._card.fraction(engine.total, rounds_up=True), parts
+        left = f"what the learner leaves free; all sequences would need {parts}"
+        return self._card.fraction(max(0.0, budget.for_engine)), left
+
+    def _rollout_peak(self, config: Config, engine: EngineMemory) -> int:
+        shared = [role for role in self._estimate(config) if role.engine and role.roles != ("rollout",)]
+        share = max(int(config.rollout.gpu_memory_fraction * self._card.whole), engine.weights) + engine.beside
+        return max((role.during_rollout + share for role in shared), default=0)
+
+    def _update_peak(self, config: Config, step_tokens: int) -> int:
+        peak, memory = 0, self._memory(config)
+        longest = config.data.max_prompt_tokens + config.max_training_tokens
+        limits = {"policy": config.actor.max_tokens_per_micro_batch, "critic": config.critic_max_tokens}
+        for role in self._estimate(config) if self._trains else ():
+            for name in role.states:
+                state, num_tokens = _state_in_update(config, role, name), min(max(limits[name], longest), step_tokens)
+                activations = max(memory[name].per_token * num_tokens, state.late)
+                peak = max(peak, state.total + memory[name].fixed + activations)
+        return peak
+
+    def _problem(
+        self, config: Config, peaks: Mapping[str, int], engine: EngineMemory, for_engine: float, is_given: bool
+    ) -> str:
+        """Return what does not fit, and what to change. `is_given`: the user has chosen offload or recompute."""
+        usable, remedy = self._card.usable, "give the learner more ranks, or lower rollout.max_new_tokens"
+        if is_given:
+            remedy = f"leave actor.offload and actor.recompute out, {remedy}"
+        if peaks["update"] > usable:
+            return f"an update needs {format_bytes(peaks['update'])}; {remedy}"
+        room = max(0, int(min(for_engine, WHOLE_GPU * self._card.total)))
+        if any(role.engine for role in self._estimate(config)) and engine.least > room:
+            return (
+                f"an engine needs at least {format_bytes(engine.least)}, and {format_bytes(room)} are left for it; "
+                "raise rollout.tensor_parallel_size, or place engine and learner on different ranks"
+            )
+        if peaks["rollout"] > usable:
+            return f"a rollout needs {format_bytes(peaks['rollout'])}; lower rollout.gpu_memory_fraction"
+        return ""
+
+
+def _count(number: float) -> str:
+    return f"{number:,.0f}" if math.isfinite(number) else "any number"
+
+
+def _candidates(config: Config) -> Iterator[Config]:
+    """Yield the config with each choice that it leaves open, the cheapest first."""
+    offload, recompute = config.actor.offload, config.actor.recompute
+    recomputes = ["none", "selective", "full"] if recompute == "auto" else [recompute]
+    for offloads in (["none", "moments", "rollout"], ["always"]) if offload == "auto" else ([offload],):
+        for layers in recomputes:
+            for where in offloads:
+                yield with_values(config, {OFFLOAD: where, RECOMPUTE: layers})
+
+
+class _UpdateState(NamedTuple):
+    """Bytes on a rank's device during the update of one of its models."""
+
+    total: int  # of all models, without what comes late
+    late: int  # moments that return as activations are freed
+
+
+def _state_in_update(config: Config, role: RoleMemory, name: str) -> _UpdateState:
+    """The critic is trained before the policy. Once its moments are back, they stay until the next rollout."""
+    total = role.learner - sum(each.on_device for each in role.states.values())  # reference and copies
+    late = 0
+    for other, state in role.states.items():
+        if state.offload == "always":
+            continue
+        returns = state.offload in ("moments", "rollout") and bool(role.engine)
+        if other == name:
+            is_single = config.algo.num_mini_batches * config.algo.num_epochs == 1
+            late = state.moments if returns and is_single else 0
+            total += state.total - late
+        else:
+            total += state.weights + (0 if returns and other == "policy" else state.moments)
+    return _UpdateState(total + (SLEEPING_BYTES if role.engine else 0), late)

@@ -1,0 +1,384 @@
+"""Settings that are derived from model, lengths, placement and GPU: tables of expected values, and rules for all."""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from rl.checkpoint.resume import changed_settings
+from rl.common.notices import NOTICES
+from rl.config.load import load_config
+from rl.config.schema import ROOT, Config
+from rl.model.memory import estimate
+from rl.model.shape import AdaptedLayers, ModelShape, ModelSize
+from rl.placement.roles import Placement, plan
+from rl.run import agree
+from rl.run.agree import DerivedSettings, DeviceMemory, agree_on_settings
+from rl.run.derive import (
+    FRACTION,
+    OFFLOAD,
+    ON_CPU,
+    RECOMPUTE,
+    SLOTS,
+    TOKENS,
+    Derived,
+    ModelFacts,
+    Models,
+    derive,
+    derive_for_cpu,
+    nominal_bytes,
+    open_settings,
+    read_models,
+)
+from rl.world.messages import Letter
+from tests.public_models import QWEN_7B, write_model
+
+SHAPES = {
+    "0.6B": ModelShape(28, 1024, 3072, 16, 8, 128, 151_936, is_tied=True, has_qk_norm=True),  # Qwen3
+    "1.7B": ModelShape(24, 2048, 8192, 32, 32, 64, 49_152, is_tied=True),  # SmolLM2, without grouped queries
+    "7B": ModelShape(28, 3584, 18_944, 28, 4, 128, 152_064, is_tied=False),  # Qwen2.5
+    "14B": ModelShape(48, 5120, 13_824, 40, 8, 128, 152_064, is_tied=False),
+}
+LORA = ["model.lora.rank=16"]
+PPO = ["algo.advantage=gae"]
+KL = ["algo.kl_coef=0.1"]
+# 64 prompts of up to 128 tokens x 8 samples of 512 tokens
+WORK = [
+    *("model.dtype=bfloat16", "eval.interval=0", "data.max_prompt_tokens=128", "rollout.max_new_tokens=512"),
+    "train.num_prompts_per_step=64",
+]
+H200 = 150_110_000_000  # bytes that CUDA reports
+
+
+def placed(config: Config, num_ranks: int) -> Placement:
+    sizes = max(1, num_ranks // 8), min(8, num_ranks)
+    return plan(config.placement, *sizes, config.rollout.tensor_parallel_size, config.actor.num_replicas)
+
+
+def models_of(name: str, config: Config) -> Models:
+    shape, size = SHAPES[name], SHAPES[name].size
+    heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+    if config.model.lora.is_set:
+        inputs = shape.num_layers * (5 * shape.hidden + shape.num_heads * shape.head_dim + shape.intermediate)
+        outputs = shape.num_layers * (2 * shape.hidden + heads + 2 * shape.intermediate)
+        size = ModelSize(*size[:2], AdaptedLayers(7 * shape.num_layers, inputs, outputs))
+    facts = ModelFacts(size, shape)
+    return Models(facts, facts if config.algo.has_critic else None)
+
+
+@cache
+def configured(*settings: str) -> Config:
+    return load_config(overrides=[*WORK, *settings])
+
+
+def found(name: str, num_ranks: int, gpu: float, *settings: str) -> Derived:
+    """Derive settings for GPUs of so many GB, or bytes."""
+    config = configured(*settings)
+    device_bytes = nominal_bytes(gpu) if gpu < 10_000 else int(gpu)
+    return derive(config, placed(config, num_ranks), models_of(name, config), device_bytes)
+
+
+def values_of(derived: Derived) -> tuple[Any, ...]:
+    return tuple(derived.values[name] for name in (SLOTS, FRACTION, TOKENS, OFFLOAD, RECOMPUTE))
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "gpu", "settings", "expected"),
+    [
+        # One GPU has all 512 sequences. Small models have room for everything.
+        ("0.6B", 1, 141, [], (512, 0.25, 20_480, "none", "none")),
+        ("0.6B", 1, 80, [], (512, 0.43, 20_480, "none", "none")),
+        ("1.7B", 1, 141, [], (512, 0.42, 20_480, "none", "none")),
+        # 20.5 GB of weights and moments and 62 GB of engine are too much for 80 GB, so moments leave.
+        ("1.7B", 1, 80, [], (512, 0.73, 20_480, "moments", "none")),
+        # 24 GB: the engine needs 36 GB for all sequences, and gets what is left. 8,192 tokens fit without moments.
+        ("0.6B", 1, 24, [], (512, 0.73, 8192, "moments", "none")),
+        # 27.4 GB of training state do not fit into 24 GB.
+        ("1.7B", 1, 24, [], (512, 0.88, 12_800, "always", "selective")),
+        # 8 engines share the sequences. The state is an eighth.
+        ("0.6B", 8, 80, [], (64, 0.09, 20_480, "none", "none")),
+        ("1.7B", 8, 24, [], (64, 0.5, 9728, "none", "selective")),
+        ("0.6B", 32, 24, [], (16, 0.16, 11_776, "none", "none")),
+        # 122 GB of state fit one H200 only if activations and moments take turns: 61 GB, and 68 GB for 13,312 tokens.
+        ("7B", 1, H200, [], (512, 0.24, 13_312, "moments", "none")),
+        # With several optimizer steps per batch, moments stay for the later ones.
+        ("7B", 1, H200, ["algo.num_mini_batches=2"], (512, 0.24, 15_360, "none", "full")),
+        ("7B", 1, 80, [], (512, 0.41, 13_312, "always", "none")),
+        ("7B", 4, 80, [], (128, 0.26, 10_240, "moments", "none")),
+        ("7B", 8, 80, [], (64, 0.23, 10_240, "none", "none")),
+        ("7B", 32, 80, [], (16, 0.22, 12_288, "none", "none")),
+        ("14B", 8, 80, [], (64, 0.46, 10_752, "moments", "selective")),
+        ("14B", 32, 80, [], (16, 0.4, 12_288, "none", "selective")),
+        ("14B", 8, 141, [], (64, 0.26, 11_776, "none", "none")),
+        # Adapters have no state to speak of: 15.9 GB with the frozen weights, which the engine has again.
+        ("7B", 1, 80, LORA, (512, 0.41, 11_264, "none", "none")),
+        ("7B", 1, 24, LORA, (512, 0.83, 20_480, "always", "full")),
+        # A critic has a state of its own, which is there during the policy's update too.
+        ("7B", 8, 80, PPO, (64, 0.23, 8192, "none", "none")),
+        ("7B", 8, 80, [*PPO, "algo.num_mini_batches=4", *KL], (64, 0.23, 12_800, "none", "selective")),
+        # A reference takes 3.8 GB.
+        ("7B", 8, 80, KL, (64, 0.23, 9216, "none", "none")),
+        # Responses of up to 8,192 tokens: the engine takes what is left, but nothing is moved for that.
+        ("1.7B", 1, 141, ["rollout.max_new_tokens=8192"], (512, 0.81, 20_480, "none", "none")),
+        # A sequence of 16,512 tokens must fit, so micro-batches cannot be smaller.
+        ("7B", 8, 80, ["rollout.max_new_tokens=16384"], (64, 0.81, 17_920, "none", "selective")),
+        # Ranks of their own: the engine fills its GPU, and nothing can be offloaded for it.
+        ("14B", 8, 80, ["placement.rollout=0-3", "placement.actor=4-7"], (128, 0.9, 9728, "none", "full")),
+    ],
+)
+def test_values(name: str, num_ranks: int, gpu: float, settings: list[str], expected: tuple[Any, ...]) -> None:
+    derived = found(name, num_ranks, gpu, *settings)
+    assert values_of(derived) == expected
+    assert not derived.problem
+
+
+def test_the_largest_model_of_one_h200_fits() -> None:
+    """The peak of the update: weights and gradients of 61 GB, what a sleeping engine keeps, and the larger of moments
+    (61 GB) and activations. All at once would not fit."""
+    derived = found("7B", 1, H200)
+    (role,) = estimate(derived.config, placed(derived.config, 1), SHAPES["7B"].size)
+    state = role.states["policy"]
+    assert state.weights + state.gradients + state.moments == pytest.approx(121.8e9, rel=0.01)
+    assert derived.use == "at most 68.15 GB in the rollout, 140.97 GB in the update of 143.27 GB"
+    together = found("7B", 1, H200, "actor.offload=none", "actor.recompute=none", f"{TOKENS}=13312")
+    remedy = "leave actor.offload and actor.recompute out, give the learner more ranks, or lower rollout.max_new_tokens"
+    assert together.problem == f"an update needs 201.89 GB; {remedy}"
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_ranks", "expected"),
+    [
+        ([], 1, (512, "the sequences of a step per engine")),
+        ([], 3, (176, "the sequences of a step per engine")),  # 22 prompts x 8
+        (["rollout.tensor_parallel_size=2"], 4, (256, "the sequences of a step per engine")),
+        (["rollout.max_tokens_per_round=100"], 2, (512, "twice the sequences of a step per engine, for responses")),
+        (["rollout.max_tokens_per_round=512"], 2, (256, "the sequences of a step per engine")),  # one round
+        (["train.num_prompts_per_step=2", "rollout.num_samples_per_prompt=2"], 1, (8, "the sequences of a step")),
+        (["train.num_prompts_per_step=300"], 1, (1024, "the most that is derived; a step has 2,400 per engine")),
+        (["placement.rank_weights=3,1"], 16, (48, "the sequences of a step per engine")),  # 3/4 of 64 over 8 engines
+        (["eval.interval=5"], 8, (256, "those of an evaluation, which has more than a step")),
+        (["eval.interval=5", "eval.num_prompts=100", "eval.num_samples=8", "eval.temperature=1"], 8, (104, "those of")),
+        (["eval.interval=5", "eval.num_prompts=8"], 8, (64, "the sequences of a step per engine")),
+        (["placement.rollout=0", "placement.actor=1-7"], 8, (512, "the sequences of a step per engine")),
+    ],
+)
+def test_slots(settings: list[str], num_ranks: int, expected: tuple[int, str]) -> None:
+    derived = found("0.6B", num_ranks, 80, *settings)
+    assert derived.values[SLOTS] == expected[0] and derived.reasons[SLOTS].startswith(expected[1])
+
+
+CARDS = [16, 24, 32, 40, 48, 64, 80, 96, 141, 180, 288]
+CASES = [
+    (name, num_ranks, settings)
+    for name in SHAPES
+    for num_ranks in (1, 2, 8, 32)
+    for settings in ([], LORA, PPO, KL, ["algo.num_epochs=2"], ["rollout.max_new_tokens=8192"])
+]
+COST = {"none": 0, "moments": 1, "rollout": 2, "always": 10, "selective": 3, "full": 6}
+
+
+@pytest.mark.parametrize(("name", "num_ranks", "settings"), CASES)
+def test_rules_for_all_cards(name: str, num_ranks: int, settings: list[str]) -> None:
+    """All settings are filled in and allowed. What fits a card fits a larger one, which is never slower: it offloads
+    and recomputes no more and, if both choose the same, has micro-batches at least as large."""
+    longest = 128 + (8192 if "rollout.max_new_tokens=8192" in settings else 512)
+    before: Derived | None = None
+    for gpu in CARDS:
+        derived = found(name, num_ranks, gpu, *settings)
+        assert not open_settings(derived.config) and set(derived.values) == set(ON_CPU)
+        slots, fraction, tokens, offload, recompute = values_of(derived)
+        assert 8 <= slots <= 1024 and slots % 8 == 0 and 0 < fraction <= 0.9
+        assert longest <= tokens <= 20_480
+        peaks = [float(peak) for peak in re.findall(r"([\d.]+) GB in the", derived.use)]
+        assert len(peaks) == 2 and (derived.problem or max(peaks) < 0.97 * gpu * 1.074)
+        if before is not None and not before.problem:
+            assert not derived.problem
+            _, _, less, *cheaper = values_of(before)
+            assert COST[offload] + COST[recompute] <= sum(COST[each] for each in cheaper), gpu
+            assert tokens >= less or (offload, recompute) != tuple(cheaper), gpu
+        before = derived
+    assert before is not None and not before.problem
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_more_ranks_never_make_it_worse(name: str) -> None:
+    costs = [sum(COST[each] for each in values_of(found(name, count, 80))[3:]) for count in (1, 2, 4, 8, 32)]
+    assert costs == sorted(costs, reverse=True)
+
+
+def test_given_values_are_used_as_given() -> None:
+    given = [f"{SLOTS}=100", f"{FRACTION}=0.3", f"{TOKENS}=4000", f"{OFFLOAD}=rollout", f"{RECOMPUTE}=full"]
+    derived = found("7B", 1, 80, *given)
+    assert derived.values == {} and derived.config == load_config(overrides=[*WORK, *given])
+    for setting in given:
+        name, value = setting.split("=")
+        one = found("0.6B", 1, 80, setting)
+        assert name not in one.values and set(one.values) == set(ON_CPU) - {name}
+        assert str(getattr(getattr(one.config, name.split(".")[0]), name.split(".")[1])) == value
+    # The others are chosen to fit: 30,720 tokens need more than 20,480.
+    assert values_of(found("1.7B", 1, 80))[3:] == ("moments", "none")
+    more = found("1.7B", 1, 80, f"{TOKENS}=30720")
+    assert (more.values[OFFLOAD], more.values[RECOMPUTE]) == ("moments", "selective") and not more.problem
+
+
+def test_a_critic_that_has_micro_batches_of_its_own_does_not_limit_those_of_the_policy() -> None:
+    alone, small = (
+        found("7B", 8, 80, *PPO, *settings, f"{OFFLOAD}=none", f"{RECOMPUTE}=none")
+        for settings in ([], ["critic.max_tokens_per_micro_batch=1024"])
+    )
+    assert small.values[TOKENS] >= alone.values[TOKENS]
+
+
+def test_engines_beside_scorers_leave_room_for_their_models() -> None:
+    """A rank that samples and scores holds a float32 copy of the policy, and its engine does not sleep meanwhile."""
+    ranks = ["placement.rollout,inference=0", "placement.actor=1"]
+    shared = found("7B", 2, 80, *ranks, "rollout.max_new_tokens=8192")
+    alone = found("7B", 2, 80, "placement.rollout=0", "placement.actor=1", "rollout.max_new_tokens=8192")
+    assert alone.values[FRACTION] == 0.9 and alone.reasons[FRACTION] == "no other role uses the GPU"
+    copy = 4 * SHAPES["7B"].size.num_parameters / nominal_bytes(80)
+    assert shared.values[FRACTION] < 0.9 - copy and "what the learner leaves free" in shared.reasons[FRACTION]
+
+
+def test_ranks_on_one_gpu_share_it() -> None:
+    """debug.share_gpu: two ranks have half of the GPU each."""
+    shared = found("0.6B", 2, 141, "debug.share_gpu=true")
+    half = found("0.6B", 2, 141 / 2)
+    assert shared.values[FRACTION] == pytest.approx(half.values[FRACTION] / 2, abs=0.011)
+    assert values_of(shared)[2:] == values_of(half)[2:]
+
+
+def test_what_does_not_fit_is_said() -> None:
+    derived = found("14B", 1, 24)
+    assert values_of(derived)[3:] == ("always", "full")
+    assert derived.problem.startswith("an engine needs at least 32.") and "tensor_parallel_size" in derived.problem
+    long = found("14B", 2, 24, "rollout.max_new_tokens=32768", "rollout.tensor_parallel_size=2")
+    assert long.problem.startswith("an update needs") and "give the learner more ranks" in long.problem
+    full = found("1.7B", 1, 24, f"{FRACTION}=0.95", f"{OFFLOAD}=rollout", f"{RECOMPUTE}=full", f"{TOKENS}=640")
+    assert "an update needs" in full.problem, "27.4 GB of training state"
+    large = found("0.6B", 1, 24, f"{FRACTION}=0.9", f"{OFFLOAD}=none")
+    assert large.problem.startswith("a rollout needs") and "lower rollout.gpu_memory_fraction" in large.problem
+    assert not derive(*problem_of_evaluation(), trains=False).problem
+
+
+def problem_of_evaluation() -> tuple[Config, Placement, Models, int]:
+    """Return a run that can be evaluated, but not trained: 14 B on two GPUs of 48 GB."""
+    config = load_config(overrides=[*WORK, "rollout.max_new_tokens=16384", "rollout.tensor_parallel_size=2"])
+    arguments = config, placed(config, 2), models_of("14B", config), nominal_bytes(24)
+    assert derive(*arguments).problem
+    return arguments
+
+
+def test_cards_of_one_kind_give_the_same_values() -> None:
+    """Two H200 that report slightly different sizes."""
+    assert values_of(found("7B", 1, H200)) == values_of(found("7B", 1, H200 - 30_000_000))
+    assert nominal_bytes(141) // 2**30 == H200 // 2**30 == 139, "--gpu-memory-gb 141 is an H200"
+
+
+def test_on_a_cpu_all_is_as_it_was() -> None:
+    config = load_config(overrides=WORK)
+    derived = derive(config, placed(config, 1), None, 0)
+    assert values_of(derived) == (256, 0.85, 8192, "none", "none") and not derived.problem
+    assert derived.config == derive_for_cpu(config)
+    assert derive_for_cpu(derived.config) == derived.config
+
+
+def test_a_model_without_known_sizes_gets_cautious_values(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 4}))
+    config = load_config(overrides=WORK)
+    assert read_models(config, {"model.path": tmp_path}) is None
+    derived = derive(config, placed(config, 1), None, H200)
+    assert values_of(derived) == (512, 0.5, 8192, "rollout", "none")
+    assert "config.json of the model has no known sizes" in derived.reasons[OFFLOAD]
+
+
+def test_models_are_read_from_their_folders(tmp_path: Path) -> None:
+    write_model(tmp_path / "qwen", QWEN_7B)
+    config = load_config(overrides=PPO)
+    models = read_models(config, {"model.path": tmp_path / "qwen"})
+    assert models is not None and models.critic == models.policy and models.policy.shape == SHAPES["7B"]
+    assert models.policy.size.num_parameters == 7_615_616_512
+    (tmp_path / "qwen" / "model.safetensors").unlink()  # as in a dry run
+    counted = read_models(load_config(), {"model.path": tmp_path / "qwen"})
+    assert counted is not None and counted.critic is None
+    assert counted.policy.size.num_parameters == pytest.approx(7_615_616_512, rel=1e-3)
+    other = load_config(overrides=[*PPO, "critic.path=configs/tiny"])
+    mixed = read_models(other, {"model.path": tmp_path / "qwen", "critic.path": ROOT / "configs/tiny"})
+    assert mixed is not None and mixed.critic is not None and mixed.critic.shape.num_layers == 2
+
+
+class LoopbackMail:
+    """Deliver what all ranks send to the leader, and what the leader sends to each rank."""
+
+    def __init__(self, sizes: Sequence[int]):
+        self.inbox: list[Any] = [DeviceMemory(size) for size in sizes]
+        self.answers: dict[int, Any] = {}
+
+    def send(self, rank: int, message: Any) -> None:
+        if isinstance(message, DerivedSettings):
+            self.answers[rank] = msgspec.json.decode(msgspec.json.encode(message), type=DerivedSettings)
+
+    def receive(self, kind: type) -> Letter[Any]:
+        return Letter(0, self.inbox.pop() if kind is DeviceMemory else self.answers[0])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ([H200, H200], (256, 0.18, 20_480, "none", "none")),
+        ([H200, 85_000_000_000], (256, 0.31, 12_800, "none", "none")),  # the smallest GPU decides for all
+        ([H200, 0], (256, 0.85, 8192, "none", "none")),
+    ],
+)
+def test_all_ranks_get_what_the_leader_derives(
+    sizes: list[int],
+    expected: tuple[Any, ...],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    write_model(tmp_path / "qwen", QWEN_7B)
+    config = load_config(overrides=[*WORK, *LORA])
+    mail: Any = LoopbackMail(sizes)
+    monkeypatch.setattr(agree, "device_bytes", lambda device: sizes[0])
+    world: Any = SimpleNamespace(rank=0, device=torch.device("cpu"), mail=mail)
+    settled = agree_on_settings(world, placed(config, 2), config, {"model.path": tmp_path / "qwen"})
+    assert settled == agree_on_settings(
+        SimpleNamespace(rank=1, device=torch.device("cpu"), mail=mail),  # type: ignore[arg-type]
+        placed(config, 2),
+        config,
+        {},
+    )
+    values = tuple(mail.answers[1].values[name] for name in (SLOTS, FRACTION, TOKENS, OFFLOAD, RECOMPUTE))
+    assert values == expected and mail.answers[0] == mail.answers[1]
+    line = f"{SLOTS}={expected[0]} {FRACTION}={expected[1]} {TOKENS}={expected[2]} {OFFLOAD}=none {RECOMPUTE}=none"
+    assert (line in capsys.readouterr().out) == bool(min(sizes)), "on a CPU nothing is derived"
+
+
+def test_a_run_that_is_not_expected_to_fit_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_model(tmp_path / "qwen", QWEN_7B)
+    warnings: list[str] = []
+    monkeypatch.setattr(NOTICES, "warn", warnings.append)
+    monkeypatch.setattr(agree, "device_bytes", lambda device: nominal_bytes(8))
+    config, mail = load_config(overrides=WORK), LoopbackMail([nominal_bytes(8)])
+    world: Any = SimpleNamespace(rank=0, device=torch.device("cpu"), mail=mail)
+    agree_on_settings(world, placed(config, 1), config, {"model.path": tmp_path / "qwen"})
+    (warning,) = warnings
+    assert warning.startswith("by its estimate, this run does not fit into the memory of its GPUs: an update needs")
+
+
+def test_another_card_is_a_change_that_a_resume_names_and_accepts() -> None:
+    """Checkpoints hold derived values, so that a run can be repeated elsewhere by giving them."""
+    before, now = (asdict(found("7B", 1, gpu).config) for gpu in (H200, 80))
+    assert changed_settings(before, now) == [
+        f"{FRACTION} 0.24 -> 0.41",
+        f"{OFFLOAD} moments -> always",
+    ]
+    assert msgspec.convert(json.loads(json.dumps(before)), Config) == found("7B", 1, H200).config
