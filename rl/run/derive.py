@@ -37,7 +37,10 @@ CAUTIOUS = {FRACTION: 0.5, TOKENS: 8192, OFFLOAD: "rollout", RECOMPUTE: "none"}
 
 MIN_SLOTS, MAX_SLOTS, MAX_EVAL_SLOTS = 8, 1024, 256
 WHOLE_GPU = 0.9  # share of an engine that has a GPU of its own
-AIM_TOKENS = 20_480  # of a micro-batch; larger ones are hardly faster
+AIM_TOKENS, MAX_AIM_TOKENS = 20_480, 65_536  # of a micro-batch; larger ones are hardly faster
+# A pass costs the host this time per layer, whatever the number of tokens (0.1 s for 30 layers beside an H200, with
+# 135 M parameters). The GPU should have as long to compute, so micro-batches of tiny models are larger.
+HOST_S_PER_LAYER, OPERATIONS_PER_S = 3.3e-3, 4e14
 ENOUGH_TOKENS = 8192  # smaller micro-batches are clearly slower, so they cost more than moments over the bus
 ROUND_TOKENS = 512
 CUDA_BYTES = 1_500_000_000  # context, libraries and communicators
@@ -146,6 +149,12 @@ def derive(
     return Derived(config, {name: reasons[name] for name in names}, found.problem, found.use)
 
 
+def _aim_tokens(model: ModelFacts) -> int:
+    """Return how many tokens a micro-batch should have if there is memory for them."""
+    busy = HOST_S_PER_LAYER * model.shape.num_layers * OPERATIONS_PER_S / (6 * model.size.num_parameters)
+    return min(max(AIM_TOKENS, round(busy)), MAX_AIM_TOKENS)
+
+
 def _count_slots(config: Config, placement: Placement) -> tuple[int, int, dict[str, str]]:
     """Return the slots of an engine, the sequences that it has at once in training, and the reason."""
     rollout, num_engines = config.rollout, max(1, len(placement.engines))
@@ -221,7 +230,7 @@ class _Search:
         fitting = [each for each in budgets if each.num_tokens >= needed and each.for_engine >= enough]
         best = fitting[0] if fitting else budgets[-1]
         room = max(best.num_tokens, 0)
-        tokens = int(min(max(AIM_TOKENS, longest), room)) // ROUND_TOKENS * ROUND_TOKENS
+        tokens = int(min(max(_aim_tokens(policy), longest), room)) // ROUND_TOKENS * ROUND_TOKENS
         tokens = given or max(tokens, longest, ROUND_TOKENS)
         learner: dict[str, Any] = {OFFLOAD: best.config.actor.offload, RECOMPUTE: best.config.actor.recompute}
         fraction, why = self._fraction(best, engine)
