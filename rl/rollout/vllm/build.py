@@ -76,7 +76,7 @@ def build(config: Config, model_folder: Path, seat: EngineSeat, failed: VllmEngi
 def inspect_models_here() -> None:
     """Let vLLM look at the model's class in this process. By default it starts another one, which imports torch and
     vLLM again, so that a process which forks later has not initialized CUDA. Ranks do not fork after this."""
-    registry._run_in_subprocess = lambda function: function()
+    registry._run_in_subprocess = lambda fn: fn()
 
 
 def turn_off_packing() -> None:
