@@ -13,6 +13,9 @@ from rl.model.shape import ModelShape, ModelSize
 LOGITS_BYTES = 10 << 27  # logits that the learner computes at once, with copies and gradients (rl/model/head.py)
 EAGER = 1.4  # a layer that is not compiled also keeps the results of its elementwise operations
 FRAGMENTS = 1.1  # what torch's allocator takes for activations, compared with what they need
+# A model of at most this many parameters is gathered as a whole. The host needs about 1 ms per layer and pass to gather
+# layers one by one, and in a small model the device, or the one core of a rank, is idle meanwhile.
+MAX_GATHERED_AT_ONCE = 1 << 28
 GATHERED_LAYERS = 3  # the current one, the next one that is being gathered, and the last one that is being freed
 BLOCK = 16  # tokens in a block of the KV cache
 LOGIT_BYTES = 8  # per sequence and entry of the vocabulary, in the pass with which vLLM measures its memory
@@ -47,11 +50,15 @@ def update_memory(
     factor = FRAGMENTS * (1 if config.actor.compile else EAGER)
     head = shape.vocabulary * hidden
     root = head if is_critic else shape.num_in_root
-    fixed = dtype * (root + GATHERED_LAYERS * shape.num_in_layer)
+    is_small = shape.size.num_parameters <= MAX_GATHERED_AT_ONCE
+    num_gathered, num_reduced = (num_layers, num_layers) if is_small else (GATHERED_LAYERS, 1)
+    fixed = dtype * (root + num_gathered * shape.num_in_layer)
     if not is_critic:
         fixed += LOGITS_BYTES * (2 if config.algo.kl_coef and config.algo.kl_estimator == "full" else 1)
     if not lora.is_set:
-        fixed += 8 * shape.num_in_layer + (0 if is_critic else (4 + dtype) * head)  # gradients before their reduction
+        fixed += 8 * num_reduced * shape.num_in_layer + (
+            0 if is_critic else (4 + dtype) * head
+        )  # gradients before their reduction
     return UpdateMemory(fixed, int(factor * dtype * elements))
 
 

@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from rl.common.bars import BARS
 from rl.config.schema import ConfigError
 from rl.model import attention, rotary
+from rl.model.activations import MAX_GATHERED_AT_ONCE
 from rl.model.adapter_names import is_adapter
 from rl.model.logprobs import hidden_size_of, patch_forward, patch_forward_to_score
 from rl.model.lora import Adapters, initialize, inject
@@ -39,9 +40,6 @@ class Compute:
 
 
 PLAIN = Compute()
-# A model of at most this many parameters is gathered as a whole. The host needs about 1 ms per layer and pass to gather
-# layers one by one, and in a small model the device, or the one core of a rank, is idle meanwhile.
-MAX_GATHERED_AT_ONCE = 1 << 28
 
 
 def load_model(

@@ -310,4 +310,5 @@ def test_7_billion_parameters_fit_one_card_with_adapters(tmp_path: Path) -> None
     assert "adapters of rank 16 on 196 linear layers: 40.37 M of 7,655.99 M parameters are trained" in row.text
     assert any("each 15.88 GB policy, 15.23 GB engine's weights" in line for line in row.details), row
     assert disk == [12 * 40_370_176]
-    assert check_placement(load_config(overrides=settings), 1, 1, gpus)[0].state == FAILED
+    whole = load_config(overrides=[*settings, "actor.offload=none"])
+    assert check_placement(whole, 1, 1, gpus)[0].state == FAILED
