@@ -81,7 +81,10 @@ def rate_functions(workers: int, count: int) -> dict[str, float]:
     for name in FUNCTIONS:
         slow = name in ("math", "code")
         pairs = responses(count // 10 if slow else count)
-        calls: list[tuple[str, dict[str, Any]]] = [(response, {"answer": answer}) for response, answer in pairs]
+        reward = {"environment_reward": 0.5} if name == "environment" else {}
+        calls: list[tuple[str, dict[str, Any]]] = [
+            (response, {"answer": answer} | reward) for response, answer in pairs
+        ]
         calls = programs(count // 10) if name == "code" else calls
         options = {name: OPTIONS[name]} if name in OPTIONS else {}
         outcome = run_pool(RewardConfig(function=name, options=options), workers, calls)
