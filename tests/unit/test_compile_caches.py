@@ -70,7 +70,7 @@ def test_vllm_looks_for_compiled_code_under_the_same_name(
             monkeypatch.setenv(variable, rank)
         seat = {"tp_rank": 0, "tp_size": 1, "store": torch.distributed.HashStore(), "device": torch.device("cpu")}
         seat |= {"shares_device": True, "stop_token_ids": [], "name": f"oneworld-{launch}-engine{rank}"}
-        rollout, data = RolloutConfig(max_new_tokens=max_new_tokens), DataConfig(max_prompt_tokens=32)
+        rollout, data = RolloutConfig(max_new_tokens=max_new_tokens, max_num_seqs=256), DataConfig(max_prompt_tokens=32)
         options = _engine_options(Config(rollout=rollout, data=data), folder, EngineSeat(**seat))
         config = EngineArgs(**options).create_engine_config()
         return config.compute_hash(), hash_factors(envs.compile_factors())

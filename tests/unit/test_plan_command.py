@@ -445,7 +445,7 @@ def test_memory_steps_and_tokens(answers: dict[str, Answer]) -> None:
     assert {*lengths} == {6}
     assert answer.section("tokens") == (
         "a step has at most 256 x (16 + 6) = 5,632 tokens data-parallel size 2 (1 replica of 2 shards): a step has at "
-        "most 2,816 tokens per actor on average, in micro-batches of up to 20,480 expected: 256 x 6.0 = 1,536 "
+        "most 2,816 tokens per actor on average, in micro-batches of up to 65,536 expected: 256 x 6.0 = 1,536 "
         "of prompts, and up to 1,536 of responses"
     )
     assert answer.section("evaluation") == "every 10 steps: eval 200 prompts x 1 sample"
