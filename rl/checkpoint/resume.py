@@ -22,6 +22,7 @@ from torch import Tensor
 
 from rl.checkpoint.directory import CheckpointDirectory, StepsListed, StoredStep
 from rl.checkpoint.manifest import GROUPS, MANIFEST, PROBE, TORCH_DTYPES, CheckpointError, File, Manifest, Slice
+from rl.checkpoint.settings import changed_settings, check_settings_of_checkpoint
 from rl.checkpoint.shard_file import digest, read_bytes
 from rl.checkpoint.snapshot import set_rng_states
 from rl.checkpoint.store import MESSAGE_BYTES, CheckpointStore
@@ -111,8 +112,7 @@ def agree_on_resume(mail: Mailbox, placement: Placement, store: CheckpointStore,
     if mail.rank == placement.leader:
         found = find_checkpoint(store, config.checkpoint.resume)
         if found is not None:
-            check_same_optimizer(found.manifest, config)
-            check_same_lora(found.manifest, config)
+            check_settings_of_checkpoint(found.manifest, config)
         store.create_roots(found.manifest.run_id if found is not None and found.is_own else secrets.token_hex(8))
         whole = found.to_payload() if found is not None else b""
         small = found.without_files().to_payload() if found is not None else b""
@@ -163,65 +163,8 @@ def preview_resume(root: Path, config: Config) -> Resume | None:
     own = [] if resume == "never" else store.call_all(CheckpointDirectory.list_steps, "root")
     found = choose_checkpoint(store, own, resume)
     if found is not None:
-        check_same_optimizer(found.manifest, config)
-        check_same_lora(found.manifest, config)
+        check_settings_of_checkpoint(found.manifest, config)
     return found
-
-
-def check_same_optimizer(manifest: Manifest, config: Config) -> None:
-    """Raise ConfigError if the checkpoint holds the state of another optimizer."""
-    saved, own = manifest.config.get("actor", {}), config.actor
-    name = saved.get("optimizer", "adamw")
-    if name != own.optimizer:
-        raise ConfigError(
-            f"actor.optimizer: got {own.optimizer}, but step {manifest.step} was saved with {name}, whose state "
-            f"{own.optimizer} cannot use; set actor.optimizer={name}. To change the optimizer, merge the checkpoint "
-            "with tools/merge_checkpoint.py, and give the result as model.path of a new run"
-        )
-    if name == "sgd" and bool(saved.get("beta1")) != bool(own.beta1):
-        raise ConfigError(
-            f"actor.beta1: got {own.beta1:g}, but step {manifest.step} was saved with sgd and actor.beta1="
-            f"{saved.get('beta1'):g}; momentum cannot be switched on or off in a run. Set actor.beta1 as before"
-        )
-
-
-def check_same_lora(manifest: Manifest, config: Config) -> None:
-    """Raise ConfigError if the checkpoint holds other adapters than those that this run trains."""
-    saved, own, step = manifest.lora, config.model.lora, manifest.step
-    merge = "merge the checkpoint with tools/merge_checkpoint.py, and give the result as model.path of a new run"
-    if saved.is_set and not own.is_set:
-        raise ConfigError(
-            f"model.lora.rank: got 0, but step {step} holds adapters and no other weights; set model.lora.rank="
-            f"{saved.rank}. To train all weights from here, {merge}"
-        )
-    if own.is_set and not saved.is_set:
-        raise ConfigError(
-            f"model.lora.rank: got {own.rank}, but step {step} was saved without adapters; set model.lora.rank=0. To "
-            f"train adapters from here, {merge}"
-        )
-    if not own.is_set:
-        return
-    for name, before, now in (
-        ("rank", saved.rank, own.rank),
-        ("alpha", saved.alpha, own.alpha),
-        ("targets", sorted(saved.targets), sorted(own.targets)),
-    ):
-        if before != now:
-            text = f"[{','.join(before)}]" if isinstance(before, list) else str(before)
-            raise ConfigError(
-                f"model.lora.{name}: got {now}, but the adapters of step {step} were trained with {before}; set "
-                f"model.lora.{name}={text}. To change adapters, {merge}"
-            )
-    has_lora = manifest.config.get("critic", {}).get("lora", True)
-    if config.algo.has_critic and manifest.slices("critic") and has_lora != config.critic.lora:
-        raise ConfigError(
-            f"critic.lora: got {_yaml(config.critic.lora)}, but the critic of step {step} was trained with "
-            f"{_yaml(has_lora)}; set critic.lora={_yaml(has_lora)}"
-        )
-
-
-def _yaml(value: bool) -> str:
-    return "true" if value else "false"
 
 
 def _rename_old_roots(store: CheckpointStore, own: Listings) -> Listings:
@@ -460,17 +403,3 @@ def _check_same_model(parts: Sequence[LocalSlice], saved: Mapping[str, list[tupl
             f"the checkpoint's {kind} differs from {kind}.path: {name} is {theirs.get(name, 'absent')} there "
             f"and {ours.get(name, 'absent')} in the model; give the model that the run was started with"
         )
-
-
-def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return the settings that changed since the save, except run, checkpoint and placement."""
-
-    def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for name, value in section.items():
-            found |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
-        return found
-
-    old, new = flat(before), flat(now)
-    names = [name for name in new if name.partition(".")[0] not in ("run", "checkpoint", "placement")]
-    return [f"{name} {old.get(name)} -> {new[name]}" for name in names if old.get(name) != new[name]]

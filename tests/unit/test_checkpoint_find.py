@@ -13,7 +13,8 @@ import msgspec
 import pytest
 
 from rl.checkpoint.manifest import File
-from rl.checkpoint.resume import Resume, agree_on_resume, changed_settings, find_checkpoint
+from rl.checkpoint.resume import Resume, agree_on_resume, find_checkpoint
+from rl.checkpoint.settings import changed_settings
 from rl.checkpoint.shard_file import write_small_file
 from rl.checkpoint.store import CheckpointStore
 from rl.config.schema import CheckpointConfig, Config, ConfigError, TrainConfig

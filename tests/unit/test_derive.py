@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import torch
 
-from rl.checkpoint.resume import changed_settings
+from rl.checkpoint.settings import changed_settings
 from rl.common.notices import NOTICES
 from rl.config.load import load_config
 from rl.config.schema import ROOT, Config
