@@ -10,7 +10,7 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,7 @@ from rl.config.schema import Config, ConfigError
 from rl.data.prompts import PromptStream
 from rl.learner.critic import CriticTrainer
 from rl.learner.policy import PolicyTrainer
+from rl.learner.sharded_trainer import ShardedTrainer
 from rl.model.shards import LocalSlice
 from rl.placement.roles import Placement
 from rl.watch.heart import HEART
@@ -107,8 +108,11 @@ class LocalSteps:
         return future.result()
 
 
-def agree_on_resume(mail: Mailbox, placement: Placement, store: CheckpointStore, config: Config) -> Resume | None:
-    """Return the checkpoint that the leader chose, or None if the run starts from the model. Called on every rank."""
+def agree_on_resume(
+    mail: Mailbox, placement: Placement, store: CheckpointStore, config: Config, derived: Collection[str] = ()
+) -> Resume | None:
+    """Return the checkpoint that the leader chose, or None if the run starts from the model. Called on every rank. The
+    names in `derived` are those of settings that the user has not given."""
     if mail.rank == placement.leader:
         found = find_checkpoint(store, config.checkpoint.resume)
         if found is not None:
@@ -119,16 +123,17 @@ def agree_on_resume(mail: Mailbox, placement: Placement, store: CheckpointStore,
         for rank in range(placement.world_size):
             mail.send(rank, ResumeFrom(store.run_id), payload=whole if rank in placement.actors else small)
         if found is not None:
-            print(announcement(found, store.root, config), flush=True)
+            print(announcement(found, store.root, config, derived), flush=True)
     letter = mail.receive(ResumeFrom)
     store.run_id = letter.message.run_id
     return msgspec.convert(json.loads(letter.payload), Resume) if letter.payload else None
 
 
-def announcement(resume: Resume, root: Path, config: Config) -> str:
+def announcement(resume: Resume, root: Path, config: Config, derived: Collection[str] = ()) -> str:
+    """Return from where a run resumes, and which settings the user has changed since then."""
     step, num_steps = resume.manifest.step, config.train.num_steps
     text = f"{root if resume.is_own else resume.origin}: resumes after step {step}"
-    changed = changed_settings(resume.manifest.config, dataclasses.asdict(config))
+    changed = changed_settings(resume.manifest.config, dataclasses.asdict(config), derived)
     if changed:
         text += f"; settings changed since then: {', '.join(changed)}"
     if step >= num_steps:
@@ -346,19 +351,27 @@ def check_prompts(resume: Resume, stream: PromptStream) -> str:
 
 
 def restore(
-    learner: PolicyTrainer, critic: CriticTrainer | None, resume: Resume, store: CheckpointStore, placement: Placement
+    learner: PolicyTrainer,
+    critic: CriticTrainer | None,
+    resume: Resume,
+    store: CheckpointStore,
+    placement: Placement,
+    trains: bool = True,
 ) -> None:
-    """Restore learner, critic and this process's random generators. Called on every actor."""
+    """Restore learner, critic and this process's random generators. Called on every actor. A run that does not train
+    needs no optimizer state, and may have no memory for it."""
     rank = store.mail.rank
     reader = SliceReader(resume, store, placement.nodes.lead_of(rank))
     state = resume.manifest.state
     shard, num_shards = placement.shard_of(rank), len(placement.owners)
-    fill(learner.state_slices(with_frozen=False), reader, shard, num_shards)
-    learner.restore_schedule(state["num_updates"])
-    learner.restore_kl_coef(state.get("kl_coef", learner.kl_coef))
+    trainers: list[tuple[ShardedTrainer, int]] = [(learner, state["num_updates"])]
     if critic is not None and resume.has_critic:  # otherwise the critic is new, and starts from its model
-        fill(critic.state_slices(with_frozen=False), reader, shard, num_shards)
-        critic.restore_schedule(state["num_critic_updates"])
+        trainers.append((critic, state["num_critic_updates"]))
+    for trainer, num_updates in trainers:
+        fill(trainer.state_slices(with_moments=trains, with_frozen=False), reader, shard, num_shards)
+        if trains:
+            trainer.restore_schedule(num_updates)
+    learner.restore_kl_coef(state.get("kl_coef", learner.kl_coef))
     generators = state["actors"].get(str(placement.actors.index(rank)))
     if generators is not None:  # otherwise the world has grown, and this rank keeps its own state
         set_rng_states(generators)

@@ -1,6 +1,6 @@
 """Compare the settings that a checkpoint was saved with to those of a run that resumes from it."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from rl.checkpoint.manifest import Manifest
@@ -13,8 +13,9 @@ def check_settings_of_checkpoint(manifest: Manifest, config: Config) -> None:
     _check_same_lora(manifest, config)
 
 
-def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return the settings that changed since the save, except run, checkpoint and placement."""
+def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any], derived: Collection[str] = ()) -> list[str]:
+    """Return the settings that changed since the save, except run, checkpoint and placement, and those in `derived`:
+    they depend on the GPUs and on what a command does, and the run prints them."""
 
     def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -23,7 +24,8 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
         return found
 
     old, new = flat(before), flat(now)
-    names = [name for name in new if name.partition(".")[0] not in ("run", "checkpoint", "placement")]
+    left_out = ("run", "checkpoint", "placement")
+    names = [name for name in new if name.partition(".")[0] not in left_out and name not in derived]
     return [f"{name} {old.get(name)} -> {new[name]}" for name in names if old.get(name) != new[name]]
 
 

@@ -18,6 +18,7 @@ FRAGMENTS = 1.1  # what torch's allocator takes for activations, compared with w
 MAX_GATHERED_AT_ONCE = 1 << 28
 GATHERED_LAYERS = 3  # the current one, the next one that is being gathered, and the last one that is being freed
 BLOCK = 16  # tokens in a block of the KV cache
+PART_TOKENS = 2048  # MAX_TOKENS of rl/rollout/vllm/decode_attention.py, which only GPUs can import
 LOGIT_BYTES = 8  # per sequence and entry of the vocabulary, in the pass with which vLLM measures its memory
 SAMPLING_BYTES = 24  # in addition, while an engine samples: several float32 copies of the logits
 ENGINE_BYTES = 1_500_000_000  # graphs, workspaces and buffers of an engine
@@ -110,14 +111,16 @@ def engine_memory(
         """The samples of a prompt share its KV cache. Their own part of it begins and ends in the middle of a block."""
         return of_token * (num_sequences * (num_new_tokens + 2 * BLOCK) + num_prompts * prompt)
 
-    least, whole = of_token * (prompt + longest + 2 * BLOCK), kv_of(longest)
-    enough = kv_of(min(longest, max(LONG_RESPONSE, longest // 4)))
+    least = of_token * (config.max_sequence_tokens + 2 * BLOCK)  # of an evaluation too, or vLLM refuses to start
+    whole, enough = max(least, kv_of(longest)), max(least, kv_of(min(longest, max(LONG_RESPONSE, longest // 4))))
     if rollout.kv_cache_mb:
         least = whole = enough = rollout.kv_cache_mb << 20
     num_batched = rollout.engine_options.get("max_num_batched_tokens") or max_batched_tokens(num_slots)
     activations = num_batched * dtype * (6 * shape.hidden + 3 * -(-shape.intermediate // tp))
     logits = num_slots * shape.vocabulary
-    other = LOGIT_BYTES * logits + activations + ENGINE_BYTES + (TP_BYTES if tp > 1 else 0)
+    num_parts = -(-config.max_sequence_tokens // PART_TOKENS)  # of the longest sequence, in decode_attention.py
+    parts = 4 * num_slots * -(-shape.num_heads // tp) * (shape.head_dim + 1) * num_parts if num_parts > 1 else 0
+    other = LOGIT_BYTES * logits + activations + parts + ENGINE_BYTES + (TP_BYTES if tp > 1 else 0)
     weights = dtype * size.num_parameters // tp
     return EngineMemory(weights, whole, enough, least, other, beside=SAMPLING_BYTES * logits)
 

@@ -1,8 +1,8 @@
 """Estimate the least memory of each role from the number of parameters. Nothing is loaded.
 
 State, reference and host copies are split over the shards of a replica, copies of the inference ranks over those ranks,
-the weights of an engine over its ranks. With --eval-only, moments are not counted, because it is not known yet whether
-a checkpoint is read. Activations come on top. They depend on kernels and lengths; `train.py --dry-run` measures them.
+the weights of an engine over its ranks. With --eval-only, there are no moments, also after a checkpoint
+is read. Activations come on top. They depend on kernels and lengths; `train.py --dry-run` measures them.
 
 With LoRA adapters, the weights under them are stored in model.dtype. Gradients, moments and checkpoints are those of
 the adapters alone, and the reference is the policy without adapters. A critic's head is too small to count.

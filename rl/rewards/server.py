@@ -243,6 +243,8 @@ class Server:
             status, text = "timeout", f"it took longer than reward.timeout_s = {self._timeout_s:g} s"
         index, frames = worker.trace.read()
         failed_call = worker.calls.popleft()[0] if worker.calls else None
+        if failed_call is not None:  # after a timeout, workers get one call at a time until calls are quick again
+            self._measure_call(worker)
         code = self._remove(worker)
         if code is not None and os.WIFSIGNALED(code) and status == "crash":
             text += f"; it was ended by {name_signal(os.WTERMSIG(code))}"

@@ -89,7 +89,7 @@ def build_actor(run: Run, trains: bool = True) -> Actor:
         trainer.reload()
     if resume is not None:  # after the engine, because vLLM seeds the random generators
         with run.world.stage("resume"):
-            restore(learner, critic, resume, run.store, run.placement)
+            restore(learner, critic, resume, run.store, run.placement, trains)
     start_step, num_steps = run.start_step, config.train.num_steps
     last_step = start_step + (run.stored is not None) if run.phase.name == "update" else num_steps
     checkpoints = build_checkpoints(run, learner, tensors, critic, last_step, bases)

@@ -132,7 +132,10 @@ def derive(
     names = open_settings(config)
     if not device_bytes:
         return Derived(derive_for_cpu(config), dict.fromkeys(names, "on a CPU"))
-    slots, num_sequences, reasons = _count_slots(config, placement)
+    if not placement.engines:  # a phase without sampling
+        config = with_values(config, {name: ON_CPU[name] for name in names if name in (SLOTS, FRACTION)})
+        names = open_settings(config)
+    slots, num_sequences, reasons = _count_slots(config, placement, trains)
     if SLOTS in names:
         config = with_values(config, {SLOTS: slots})
     if models is None:
@@ -155,7 +158,7 @@ def _aim_tokens(model: ModelFacts) -> int:
     return min(max(AIM_TOKENS, round(busy)), MAX_AIM_TOKENS)
 
 
-def _count_slots(config: Config, placement: Placement) -> tuple[int, int, dict[str, str]]:
+def _count_slots(config: Config, placement: Placement, trains: bool) -> tuple[int, int, dict[str, str]]:
     """Return the slots of an engine, the sequences that it has at once in training, and the reason."""
     rollout, num_engines = config.rollout, max(1, len(placement.engines))
     share = max((placement.engine_shares or {}).values(), default=1 / num_engines)
@@ -164,7 +167,7 @@ def _count_slots(config: Config, placement: Placement) -> tuple[int, int, dict[s
     if rollout.max_rounds > 1:
         num_sequences, why = 2 * num_sequences, f"twice {why}, for responses that are carried over"
     wanted = num_sequences
-    if config.eval.interval:
+    if config.eval.interval or not trains:
         num_evaluated = -(-config.eval.num_prompts * config.eval.num_samples // num_engines) or MAX_EVAL_SLOTS
         if min(num_evaluated, MAX_EVAL_SLOTS) > wanted:
             wanted, why = min(num_evaluated, MAX_EVAL_SLOTS), "those of an evaluation, which has more than a step"
@@ -226,6 +229,8 @@ class _Search:
         engine = engine_memory(config, policy.shape, policy.size, slots, self._num_sequences)
         budgets = [self._budget(each, engine) for each in _candidates(config)]
         most, share = max(each.for_engine for each in budgets), config.rollout.gpu_memory_fraction
+        if config.rollout.kv_cache_mb:  # then vLLM does not use the share
+            share = 0.0
         enough = min(share * self._card.whole, most) if share else min(engine.enough, NEAR * most)
         fitting = [each for each in budgets if each.num_tokens >= needed and each.for_engine >= enough]
         best = fitting[0] if fitting else budgets[-1]
@@ -300,7 +305,10 @@ class _Search:
 
     def _rollout_peak(self, config: Config, engine: EngineMemory) -> int:
         shared = [role for role in self._estimate(config) if role.engine and role.roles != ("rollout",)]
-        share = max(int(config.rollout.gpu_memory_fraction * self._card.whole), engine.weights) + engine.beside
+        share = max(int(config.rollout.gpu_memory_fraction * self._card.whole), engine.weights)
+        if config.rollout.kv_cache_mb:
+            share = engine.total
+        share += engine.beside
         return max((role.during_rollout + share for role in shared), default=0)
 
     def _update_peak(self, config: Config, step_tokens: int) -> int:
@@ -324,13 +332,15 @@ class _Search:
         if peaks["update"] > usable:
             return f"an update needs {format_bytes(peaks['update'])}; {remedy}"
         room = max(0, int(min(for_engine, WHOLE_GPU * self._card.total)))
+        lower = "lower rollout.kv_cache_mb, " if config.rollout.kv_cache_mb else ""
         if any(role.engine for role in self._estimate(config)) and engine.least > room:
             return (
                 f"an engine needs at least {format_bytes(engine.least)}, and {format_bytes(room)} are left for it; "
-                "raise rollout.tensor_parallel_size, or place engine and learner on different ranks"
+                f"{lower}raise rollout.tensor_parallel_size, or place engine and learner on different ranks"
             )
         if peaks["rollout"] > usable:
-            return f"a rollout needs {format_bytes(peaks['rollout'])}; lower rollout.gpu_memory_fraction"
+            setting = "rollout.kv_cache_mb" if config.rollout.kv_cache_mb else FRACTION
+            return f"a rollout needs {format_bytes(peaks['rollout'])}; lower {setting}"
         return ""
 
 

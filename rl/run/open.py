@@ -32,6 +32,7 @@ from rl.rollout.archive import StoredGroups
 from rl.rollout.service import ConversationEnded, Scored, TurnAsked
 from rl.run.agree import agree_on_settings, agree_on_steps
 from rl.run.checks import check_lora, check_settings
+from rl.run.derive import open_settings
 from rl.run.environment import check_reward_use
 from rl.run.find_data import find_datasets
 from rl.run.find_models import find_models
@@ -130,6 +131,7 @@ def open_run(world: World, config: Config, config_name: str, phase: PhaseOptions
         world.meet("model found")  # a download may take long, and the calls below have a timeout
         world.connect(config.debug.share_gpu, config.world.transfer_timeout_s)
         send_hardware(world, placement)
+        left_open = open_settings(config)
         config = agree_on_settings(world, placement, config, models, trains)
         if is_leader:
             print(f"oneworld: {describe_data_parallelism(config, placement)}", flush=True)
@@ -144,7 +146,7 @@ def open_run(world: World, config: Config, config_name: str, phase: PhaseOptions
     store = CheckpointStore(world.mail, folder / "checkpoints", source, placement.node_leads, lease)
     world.at_end(store.close)
     with world.stage("resume"):
-        resume = agree_on_resume(world.mail, placement, store, config)
+        resume = agree_on_resume(world.mail, placement, store, config, left_open)
     inputs = data, rewards, conversations
     return Run(world, config, placement, groups, folder, models, store, resume, *inputs, phase, view)
 

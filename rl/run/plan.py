@@ -258,6 +258,7 @@ class RunPlan:
         """Fill in the settings that a run would derive, and name the GPU. Without the model, nothing can be derived."""
         from rl.run.agree import device_bytes  # imports torch
 
+        self.left_open = open_settings(self.config)
         folders = {setting: folder for setting, folder in self.models.items() if folder is not None}
         gpu_gb, num_bytes = given_gb or DEFAULT_GPU_GB, 0 if given_gb else device_bytes()
         gpu = f"GPUs of {format_bytes(num_bytes)}, as here" if num_bytes else f"GPUs of {gpu_gb:g} GB (--gpu-memory-gb)"
@@ -298,7 +299,7 @@ class RunPlan:
         if found is None:
             return
         self.start_step = found.manifest.step
-        self.notes.append(announcement(found, root, config))
+        self.notes.append(announcement(found, root, config, self.left_open))
         if self.trains and self.has_tokenizer and (warning := check_prompts(found, self.data.stream)):
             self.notes.append(warning)
         self.checked.append(f"the checkpoint of step {found.manifest.step}")

@@ -415,3 +415,9 @@ def test_changed_settings_are_listed() -> None:
         "algo.new None -> True",
     ]
     assert changed_settings(before, before) == []
+
+
+def test_derived_settings_are_no_changes() -> None:
+    before = {"actor": {"lr": 1.0, "offload": "none"}}
+    now = {"actor": {"lr": 2.0, "offload": "moments"}}
+    assert changed_settings(before, now, ["actor.offload"]) == ["actor.lr 1.0 -> 2.0"]

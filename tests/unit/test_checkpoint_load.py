@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock, Mock, call
 
 import pytest
 import torch
 
 from rl.checkpoint.manifest import CheckpointError, Manifest
-from rl.checkpoint.resume import SliceReader, fill, find_checkpoint
+from rl.checkpoint.resume import SliceReader, fill, find_checkpoint, restore
 from rl.config.schema import ConfigError
 from rl.model.shards import LocalSlice, TensorInfo
 from rl.world.messages import PeerLost
@@ -298,3 +299,17 @@ def test_missing_rows_are_reported(root: Path, open_stores: OpenStores) -> None:
     reader = SliceReader(cut, store, 0)
     with pytest.raises(ConfigError, match="step 4 has 3 of the 4 rows of model w that this rank needs"):
         fill([("model", LocalSlice(W, torch.zeros(4, 3)))], reader, 0, 2)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_run_that_only_evaluates_makes_no_optimizer_state(trains: bool) -> None:
+    state = {"num_updates": 3, "num_critic_updates": 5, "actors": {}}
+    saved = Mock(has_critic=True, manifest=Mock(state=state))
+    saved.manifest.slices.return_value = {}
+    learner, critic = Mock(), Mock()
+    for trainer in (learner, critic):
+        trainer.state_slices.return_value = []
+    restore(learner, critic, saved, Mock(), MagicMock(), trains)
+    for trainer, num_updates in ((learner, 3), (critic, 5)):
+        trainer.state_slices.assert_called_once_with(with_moments=trains, with_frozen=False)
+        assert trainer.restore_schedule.call_args_list == [call(num_updates)] * trains

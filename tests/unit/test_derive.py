@@ -17,6 +17,7 @@ from rl.checkpoint.settings import changed_settings
 from rl.common.notices import NOTICES
 from rl.config.load import load_config
 from rl.config.schema import ROOT, Config
+from rl.model.activations import EngineMemory, engine_memory
 from rl.model.memory import estimate
 from rl.model.shape import AdaptedLayers, ModelShape, ModelSize
 from rl.placement.roles import Placement, plan
@@ -80,11 +81,11 @@ def configured(*settings: str) -> Config:
     return load_config(overrides=[*WORK, *settings])
 
 
-def found(name: str, num_ranks: int, gpu: float, *settings: str) -> Derived:
+def found(name: str, num_ranks: int, gpu: float, *settings: str, trains: bool = True) -> Derived:
     """Derive settings for GPUs of so many GB, or bytes."""
     config = configured(*settings)
     device_bytes = nominal_bytes(gpu) if gpu < 10_000 else int(gpu)
-    return derive(config, placed(config, num_ranks), models_of(name, config), device_bytes)
+    return derive(config, placed(config, num_ranks), models_of(name, config), device_bytes, trains)
 
 
 def values_of(derived: Derived) -> tuple[Any, ...]:
@@ -97,7 +98,7 @@ def values_of(derived: Derived) -> tuple[Any, ...]:
         # One GPU has all 512 sequences. Small models have room for everything.
         # Tiny models have larger micro-batches, so that the GPU does not wait for the host.
         ("135M", 1, 141, [], (512, 0.06, 48_640, "none", "none")),
-        ("135M", 1, 24, [], (512, 0.35, 27_648, "none", "none")),
+        ("135M", 1, 24, [], (512, 0.35, 26_112, "none", "none")),
         ("0.6B", 1, 141, [], (512, 0.25, 20_480, "none", "none")),
         ("0.6B", 1, 80, [], (512, 0.43, 20_480, "none", "none")),
         ("1.7B", 1, 141, [], (512, 0.42, 20_480, "none", "none")),
@@ -378,11 +379,49 @@ def test_a_run_that_is_not_expected_to_fit_is_told_so(tmp_path: Path, monkeypatc
     assert warning.startswith("by its estimate, this run does not fit into the memory of its GPUs: an update needs")
 
 
-def test_another_card_is_a_change_that_a_resume_names_and_accepts() -> None:
+def test_another_card_is_no_change_of_the_user() -> None:
     """Checkpoints hold derived values, so that a run can be repeated elsewhere by giving them."""
     before, now = (asdict(found("7B", 1, gpu).config) for gpu in (H200, 80))
-    assert changed_settings(before, now) == [
-        f"{FRACTION} 0.24 -> 0.41",
-        f"{OFFLOAD} moments -> always",
-    ]
+    assert changed_settings(before, now, derived=[*ON_CPU]) == []
+    assert changed_settings(before, now, derived=[FRACTION]) == [f"{OFFLOAD} moments -> always"]  # given by the user
     assert msgspec.convert(json.loads(json.dumps(before)), Config) == found("7B", 1, H200).config
+
+
+def engine_of(settings: list[str], num_sequences: int = 8) -> EngineMemory:
+    shape = SHAPES["0.6B"]
+    return engine_memory(configured(*settings), shape, shape.size, num_sequences, num_sequences)
+
+
+def test_an_engine_has_room_for_the_longest_response_of_an_evaluation() -> None:
+    """vLLM refuses to start if its cache cannot hold one sequence of the maximum length."""
+    short, long = (engine_of([f"eval.max_new_tokens={number}"]) for number in (512, 32768))
+    of_token = 2 * 2 * 28 * 8 * 128
+    assert short.kv < of_token * 32768 <= min(long.kv, long.enough_kv, long.least_kv)
+    assert found("0.6B", 8, 80, "eval.max_new_tokens=32768").values[FRACTION] * 80e9 > long.least
+
+
+def test_long_sequences_need_memory_for_the_results_of_their_parts() -> None:
+    short, long = (engine_of([f"rollout.max_new_tokens={number}"]).other for number in (1024, 8192))
+    assert long - short == 4 * 8 * 16 * 129 * 5  # 8,320 tokens have 5 parts
+
+
+def test_a_given_cache_is_what_an_engine_takes() -> None:
+    """vLLM ignores the share of the GPU then, so it is no reason to offload."""
+    given = found("7B", 4, 80, "rollout.kv_cache_mb=8000", f"{FRACTION}=0.9")
+    assert given.values[OFFLOAD] == found("7B", 4, 80, "rollout.kv_cache_mb=8000").values[OFFLOAD] == "moments"
+    too_large = found("7B", 4, 80, "rollout.kv_cache_mb=70000").problem
+    assert "lower rollout.kv_cache_mb" in too_large
+
+
+def test_an_evaluation_alone_has_slots_for_itself() -> None:
+    settings = ["train.num_prompts_per_step=1", "eval.interval=0"]
+    assert found("0.6B", 1, 80, *settings).values[SLOTS] == 8
+    assert found("0.6B", 1, 80, *settings, trains=False).values[SLOTS] == 256
+
+
+def test_a_phase_without_engines_derives_nothing_for_them() -> None:
+    config = configured()
+    placement = plan(config.placement, 1, 8, 1, 1, "update")
+    derived = derive(config, placement, models_of("0.6B", config), nominal_bytes(80))
+    assert not placement.engines and set(derived.values) == {TOKENS, OFFLOAD, RECOMPUTE}
+    assert not open_settings(derived.config)
