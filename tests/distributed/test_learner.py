@@ -201,7 +201,7 @@ def test_a_model_that_is_gathered_at_once_gets_the_same_weights(reference: Refer
     one_by_one, at_once = (
         weights_of(reference.folder, each)
         for each in ways(2)
-        if each["model"] == model and each["actor"].get("recompute") == "selective" and each["actor"]["offload"] == "none"
+        if each["model"] == model and (each["actor"]["recompute"], each["actor"]["offload"]) == ("selective", "none")
     )
     for name, weight in one_by_one.items():
         assert torch.equal(weight, at_once[name]), name
