@@ -14,7 +14,7 @@ def kl_penalty(new_logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Te
     if estimator == "k2":
         return log_ratio.square() / 2
     assert estimator == "k3", estimator
-    return torch.exp(log_ratio) - 1 - log_ratio
+    return torch.expm1(log_ratio) - log_ratio
 
 
 def adapt_kl_coef(coef: float, kl: float, target: float, num_samples: int, horizon: int = 10000) -> float:

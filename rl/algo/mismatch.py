@@ -11,7 +11,7 @@ from torch import Tensor
 def mismatch_kl(learner_logprobs: Tensor, rollout_logprobs: Tensor) -> Tensor:
     """Return the k3 estimate of KL(engine || learner) of each token, [T] in float64: its terms nearly cancel."""
     log_ratio = (learner_logprobs.detach() - rollout_logprobs).double()
-    return torch.exp(log_ratio) - 1 - log_ratio
+    return torch.expm1(log_ratio) - log_ratio
 
 
 def check_mismatch(mean_kl: float, limit: float) -> None:

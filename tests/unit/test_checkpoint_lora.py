@@ -10,7 +10,8 @@ import torch
 
 from rl.checkpoint.base import Share, check_same_base, digest_base
 from rl.checkpoint.manifest import CheckpointError, Manifest
-from rl.checkpoint.resume import SliceReader, check_same_lora, fill, find_checkpoint, preview_resume
+from rl.checkpoint.resume import SliceReader, fill, find_checkpoint, preview_resume
+from rl.checkpoint.settings import check_settings_of_checkpoint
 from rl.checkpoint.snapshot import Snapshot
 from rl.checkpoint.write import CheckpointWriter, RunDescription
 from rl.config.load import load_config
@@ -112,7 +113,7 @@ def test_a_damaged_manifest_is_refused(damage: Any) -> None:
 def test_a_manifest_from_before_adapters_can_be_read() -> None:
     old = replace(manifest(), config={"model": {"path": "x", "dtype": "float32"}}, state={})
     assert not old.lora.is_set and old.bases == {}
-    check_same_lora(old, load_config(None, []))
+    check_settings_of_checkpoint(old, load_config(None, []))
 
 
 WITH = {"model__lora__rank": 2, "model__lora__alpha": 4}
@@ -130,32 +131,34 @@ def settings(**values: Any) -> Any:
 
 @pytest.mark.parametrize(("changes", "said"), OTHERS)
 def test_other_adapters_are_refused(changes: dict[str, Any], said: str) -> None:
-    check_same_lora(manifest(), settings(**WITH))
+    check_settings_of_checkpoint(manifest(), settings(**WITH))
     with pytest.raises(ConfigError) as caught:
-        check_same_lora(manifest(), settings(**WITH | changes))
+        check_settings_of_checkpoint(manifest(), settings(**WITH | changes))
     assert said in str(caught.value) and "tools/merge_checkpoint.py" in str(caught.value)
 
 
 def test_targets_have_no_order() -> None:
     saved = manifest(model__lora__targets="[q_proj,v_proj]")
-    check_same_lora(saved, settings(**WITH, model__lora__targets="[v_proj,q_proj]"))
+    check_settings_of_checkpoint(saved, settings(**WITH, model__lora__targets="[v_proj,q_proj]"))
     with pytest.raises(ConfigError, match=r"set model\.lora\.targets=\[q_proj,v_proj\]"):
-        check_same_lora(saved, settings(**WITH, model__lora__targets="[v_proj]"))
+        check_settings_of_checkpoint(saved, settings(**WITH, model__lora__targets="[v_proj]"))
 
 
 def test_adapters_for_a_step_without_any_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"got 2, but step 4 was saved without adapters; set model\.lora\.rank=0"):
-        check_same_lora(manifest(model__lora__rank=0), settings(**WITH))
-    check_same_lora(manifest(model__lora__rank=0, model__lora__alpha=16), settings(model__lora__alpha=64))
+        check_settings_of_checkpoint(manifest(model__lora__rank=0), settings(**WITH))
+    check_settings_of_checkpoint(manifest(model__lora__rank=0, model__lora__alpha=16), settings(model__lora__alpha=64))
 
 
 def test_a_critic_keeps_what_it_trains() -> None:
     gae = {"algo__advantage": "gae"}
     changed = settings(**WITH, **gae, critic__lora="false")
     with pytest.raises(ConfigError, match=r"critic\.lora: got false, but the critic of step 4 was trained with true"):
-        check_same_lora(manifest(critic=True, **gae), changed)
-    check_same_lora(manifest(critic=False, **gae), changed)  # a critic that is new
-    check_same_lora(manifest(critic=True, **gae), settings(**WITH, critic__lora="false"))  # a critic that is dropped
+        check_settings_of_checkpoint(manifest(critic=True, **gae), changed)
+    check_settings_of_checkpoint(manifest(critic=False, **gae), changed)  # a critic that is new
+    check_settings_of_checkpoint(
+        manifest(critic=True, **gae), settings(**WITH, critic__lora="false")
+    )  # a critic that is dropped
 
 
 def test_the_plan_of_a_run_refuses_them_too(root: Path) -> None:

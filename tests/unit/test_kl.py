@@ -29,6 +29,8 @@ def test_kl_penalty(estimator: str, wanted: list[float]) -> None:
 def test_k3_is_never_negative_and_unbiased() -> None:
     log_ratios = torch.linspace(-6, 6, 241)
     assert kl_penalty(torch.zeros_like(log_ratios), log_ratios, "k3").min().item() >= 0
+    near = kl_penalty(torch.zeros(2), torch.tensor([1e-4, -1e-4]), "k3")
+    assert near.tolist() == pytest.approx([5e-9, 5e-9], rel=1e-3)  # x^2 / 2, which exp(x) - 1 - x loses in float32
     policy, reference = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.3, 0.5])
     kl = 0.3 * math.log(2.5)  # 0.5 ln(0.5 / 0.2) + 0.2 ln(0.2 / 0.5)
     for estimator in ("k1", "k3"):
