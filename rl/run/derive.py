@@ -212,13 +212,14 @@ class _Budget(NamedTuple):
 
     config: Config
     for_engine: float  # bytes; infinite if no engine shares a GPU
-    num_tokens: float  # in a micro-batch of the update; infinite without an update
+    num_tokens: float  # in a micro-batch of the update; without an update, infinite if the models can be loaded
 
 
 class _Search:
     def __init__(self, placement: Placement, models: Models, card: Card, num_sequences: int, trains: bool):
         self._placement, self._models, self._card, self._trains = placement, models, card, trains
         self._num_sequences = num_sequences
+        self._busiest = "update" if trains else "loading of the models"  # when the learner needs the most
 
     def choose(self, config: Config) -> _Found:
         longest = config.data.max_prompt_tokens + config.max_training_tokens
@@ -240,7 +241,8 @@ class _Search:
         learner: dict[str, Any] = {OFFLOAD: best.config.actor.offload, RECOMPUTE: best.config.actor.recompute}
         fraction, why = self._fraction(best, engine)
         config = with_values(best.config, {TOKENS: tokens, FRACTION: fraction})
-        peaks = {"rollout": self._rollout_peak(config, engine), "update": self._update_peak(config, step_tokens)}
+        learner_peak = self._update_peak(config, step_tokens) if self._trains else self._loading_peak(config)
+        peaks = {"rollout": self._rollout_peak(config, engine), self._busiest: learner_peak}
         is_given = len(budgets) < len([*_candidates(with_values(config, {OFFLOAD: "auto", RECOMPUTE: "auto"}))])
         problem = self._problem(config, peaks, engine, best.for_engine, is_given)
         of = f"of {format_bytes(self._card.usable)}"
@@ -273,6 +275,8 @@ class _Search:
         for role in self._estimate(config):
             if role.engine:
                 for_engine = min(for_engine, self._left_for_engine(config, role, engine))
+            if not self._trains and role.states and _loaded_bytes(role) > self._card.usable:
+                num_tokens = 0
             for name in role.states if self._trains else ():
                 state = _state_in_update(config, role, name)
                 room = self._card.usable - state.total - memory[name].fixed
@@ -315,12 +319,15 @@ class _Search:
         peak, memory = 0, self._memory(config)
         longest = config.data.max_prompt_tokens + config.max_training_tokens
         limits = {"policy": config.actor.max_tokens_per_micro_batch, "critic": config.critic_max_tokens}
-        for role in self._estimate(config) if self._trains else ():
+        for role in self._estimate(config):
             for name in role.states:
                 state, num_tokens = _state_in_update(config, role, name), min(max(limits[name], longest), step_tokens)
                 activations = max(memory[name].per_token * num_tokens, state.late)
                 peak = max(peak, state.total + memory[name].fixed + activations)
         return peak
+
+    def _loading_peak(self, config: Config) -> int:
+        return max((_loaded_bytes(role) for role in self._estimate(config) if role.states), default=0)
 
     def _problem(
         self, config: Config, peaks: Mapping[str, int], engine: EngineMemory, for_engine: float, is_given: bool
@@ -329,8 +336,11 @@ class _Search:
         usable, remedy = self._card.usable, "give the learner more ranks, or lower rollout.max_new_tokens"
         if is_given:
             remedy = f"leave actor.offload and actor.recompute out, {remedy}"
-        if peaks["update"] > usable:
+        if self._trains and peaks["update"] > usable:
             return f"an update needs {format_bytes(peaks['update'])}; {remedy}"
+        if not self._trains and peaks[self._busiest] > usable:
+            needed = format_bytes(peaks[self._busiest])
+            return f"the loading of the models needs {needed}; set actor.offload=always, or give the learner more ranks"
         room = max(0, int(min(for_engine, WHOLE_GPU * self._card.total)))
         lower = "lower rollout.kv_cache_mb, " if config.rollout.kv_cache_mb else ""
         if any(role.engine for role in self._estimate(config)) and engine.least > room:
@@ -356,6 +366,12 @@ def _candidates(config: Config) -> Iterator[Config]:
         for layers in recomputes:
             for where in offloads:
                 yield with_values(config, {OFFLOAD: where, RECOMPUTE: layers})
+
+
+def _loaded_bytes(role: RoleMemory) -> int:
+    """Return what is on a rank's device when its models are loaded. The state is offloaded only after that, and the
+    engine sleeps meanwhile."""
+    return role.learner + (SLEEPING_BYTES if role.engine else 0)
 
 
 class _UpdateState(NamedTuple):

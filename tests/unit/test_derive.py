@@ -15,6 +15,7 @@ import torch
 
 from rl.checkpoint.settings import changed_settings
 from rl.common.notices import NOTICES
+from rl.common.text import format_bytes
 from rl.config.load import load_config
 from rl.config.schema import ROOT, Config
 from rl.model.activations import EngineMemory, engine_memory
@@ -270,7 +271,30 @@ def test_what_does_not_fit_is_said() -> None:
     assert "an update needs" in full.problem, "27.4 GB of training state"
     large = found("0.6B", 1, 24, f"{FRACTION}=0.9", f"{OFFLOAD}=none")
     assert large.problem.startswith("a rollout needs") and "lower rollout.gpu_memory_fraction" in large.problem
-    assert not derive(*problem_of_evaluation(), trains=False).problem
+    evaluation = derive(*problem_of_evaluation(), trains=False)
+    assert evaluation.values[OFFLOAD] == "always" and not evaluation.problem, "29.5 GB of weights on each card of 25.5"
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu", "settings", "num_models", "expected"),
+    [
+        ("14B", 80, [], 1, "none"),
+        ("14B", 48, [], 1, "always"),
+        ("7B", 24, [], 1, "always"),
+        ("7B", 48, PPO, 2, "always"),
+    ],
+)
+def test_an_evaluation_loads_weights_that_fit_the_card(
+    name: str, gpu: float, settings: list[str], num_models: int, expected: str
+) -> None:
+    """The weights are offloaded only once they are loaded, so the whole model must fit before."""
+    derived = found(name, 1, gpu, *settings, "rollout.gpu_memory_fraction=0.1", trains=False)
+    assert derived.values[OFFLOAD] == expected
+    given = found(name, 1, gpu, *settings, f"{OFFLOAD}=rollout", trains=False)
+    loaded = format_bytes(num_models * 4 * SHAPES[name].size.num_parameters + 2_500_000_000)  # and a sleeping engine
+    assert f"{loaded} in the loading of the models" in given.use
+    needs = f"the loading of the models needs {loaded}; set actor.offload=always, or give the learner more"
+    assert given.problem.startswith(needs) == (expected == "always")
 
 
 def problem_of_evaluation() -> tuple[Config, Placement, Models, int]:
