@@ -86,6 +86,7 @@ class Evaluation:
             answer_of=answer_of,
             mean_tokens=config.debug.mean_response_tokens,
             length_seed=config.run.seed,
+            room=k / config.rollout.num_samples_per_prompt,
         )
 
     def run(self, step: int, version: int) -> dict[str, float]:

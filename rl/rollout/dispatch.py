@@ -41,6 +41,7 @@ class Sampling:
     answer_of: str = ""  # name of the reward function that also extracts the final answer; empty: none
     mean_tokens: int = 0  # if set, the length of each response is drawn; see `length`
     length_seed: int = 0  # run.seed, also if responses themselves have no seeds
+    room: float = 1.0  # that a group takes in an engine, compared with a group of the training
 
     def length(self, prompt: Prompt, sample: int) -> int:
         """Return the number of tokens at which a response ends, unless a stop token ends it before.
@@ -74,7 +75,7 @@ class Task:
 class Pull(Message):
     """Ask the leader for tasks. Sent by the lead of an engine."""
 
-    room: int  # number of groups that the engine can take
+    room: float  # number of groups of the training that the engine can take
     held: int  # number of groups that the engine is sampling
     step_times: StepTimes = field(default_factory=list)  # since the last pull
     use: EngineUse = EngineUse()  # since the last pull
@@ -116,10 +117,11 @@ class Dispatcher:
         self._shares = dict.fromkeys(engines, 0)  # of the open batch, by engine lead
         self.num_taken = dict.fromkeys(engines, 0)  # of the open batch
         self._num_idle = dict.fromkeys(engines, 0)  # batches in a row of which an engine took nothing
-        self._slots: dict[int, int] = {}  # number of groups that an engine can sample at once, once it has pulled
+        self._pulls: dict[int, Pull] = {}  # engine lead -> latest pull
+        self._room_of_group = 1.0  # Sampling.room of the open batch
         self._held = dict.fromkeys(engines, 0)
         self._fit_at_once = True  # the engines can sample all groups of the open batch at once
-        self._waiting: dict[int, Pull] = {}  # engine lead -> latest pull
+        self._waiting: dict[int, Pull] = {}  # engine lead -> latest pull, until it is answered
         self._uses = dict.fromkeys(engines, EngineUse())  # since they were taken
         mail.on(Pull, self._on_pull)
 
@@ -128,6 +130,7 @@ class Dispatcher:
             self._opened_at, self._ended_at = time.monotonic(), {}
             is_mixed = any(task.is_carried for task in tasks)
             self._tasks.extend(mix(tasks, len(self._shares)) if is_mixed else tasks)
+            self._room_of_group = self._tasks[0].sampling.room if self._tasks else 1.0
             self._speeds = self.measured.measure()
             self._shares = self._divide()
             for lead, taken in self.num_taken.items():
@@ -174,7 +177,7 @@ class Dispatcher:
         lead, pull = letter.source, letter.message
         with self._lock:
             self._waiting[lead] = pull
-            self._slots[lead], self._held[lead] = pull.room + pull.held, pull.held
+            self._pulls[lead], self._held[lead] = pull, pull.held
             self.measured.add(lead, pull.step_times)
             self._uses[lead] += pull.use
             if not pull.held and lead in self._ended_at:
@@ -183,13 +186,17 @@ class Dispatcher:
 
     def _answer(self) -> None:
         for lead, pull in list(self._waiting.items()) if self._tasks else ():
-            count = min(pull.room, self._num_allowed(lead, pull.held), len(self._tasks))
+            count = min(self._num_free(pull), self._num_allowed(lead, pull.held), len(self._tasks))
             if count > 0:
                 self._ended_at[lead] = math.inf
                 self.num_taken[lead] += count
                 self._held[lead] += count
                 self._mail.send(lead, NewTasks([self._tasks.popleft() for _ in range(count)]))
                 del self._waiting[lead]
+
+    def _num_free(self, pull: Pull) -> int:
+        """Return for how many groups of the open batch an engine has room. If it has none, it can always take one."""
+        return max(math.floor(pull.room / self._room_of_group + 1e-6), 0 if pull.held else 1)
 
     def _num_allowed(self, lead: int, num_held: int) -> int:
         """Return how many groups an engine may take now, if it has room."""
@@ -222,4 +229,5 @@ class Dispatcher:
 
     def _slots_of(self, lead: int) -> int:
         """Return how many groups an engine samples at once in this batch."""
-        return min(self._shares[lead], self._slots.get(lead, self._shares[lead]))
+        share, pull = self._shares[lead], self._pulls.get(lead)
+        return share if pull is None else min(share, self._num_free(pull) + pull.held)

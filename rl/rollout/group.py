@@ -42,12 +42,13 @@ class Group:
 
     @property
     def occupancy(self) -> float:
-        """Return how much of a group's room in the engine it needs. A carried group often has few responses left, and
-        would otherwise keep new groups out. So would conversations that wait for tools."""
+        """Return how much room it needs in the engine, compared with a group of the training. A carried group often has
+        few responses left, and would otherwise keep new groups out. So would conversations that wait for tools."""
+        room = self.task.sampling.room
         if self.conversations:
-            return len(self.running - self.waiting) / len(self.conversations)
+            return room * len(self.running - self.waiting) / len(self.conversations)
         is_partial = self.task.is_carried and self.responses
-        return len(self.running) / len(self.responses) if is_partial else 1.0
+        return room * len(self.running) / len(self.responses) if is_partial else room
 
     def least_length(self, progress: Mapping[str, int]) -> int:
         """Return how long its longest response will be at least. `progress` is that of the engine, whose responses get

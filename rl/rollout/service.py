@@ -5,7 +5,6 @@ decides. Before each call, it sends a message to its followers, which make the s
 inside a collective. See followers.py.
 """
 
-import math
 import sys
 import time
 from collections.abc import Iterable, Mapping
@@ -103,7 +102,7 @@ class RolloutService(Service):
         host: EngineHost,
         rewards: RewardPool | None,  # None on followers
         tokenizer: Tokenizer,
-        max_num_groups: int,  # sampled at the same time
+        max_num_groups: int,  # of the training, sampled at the same time
         run_seed: int | None,  # None: responses differ between runs
         leader: int,  # the rank that hands out tasks
         keeps_kv: bool = False,  # carried responses continue with the KV cache of older weights
@@ -122,7 +121,7 @@ class RolloutService(Service):
         world.accounts.take_engine_costs = self._meter.take_costs
         self.recorder: Recorder | None = None  # in the phase rollout: writes groups to files
         self.conversations: Conversations | None = None  # on the lead, if samples are conversations
-        self._room = 0  # for groups, that the leader knows of
+        self._room = 0.0  # for groups, that the leader knows of
         self._pull()
 
     @property
@@ -225,7 +224,7 @@ class RolloutService(Service):
         with collected, self._rewards.together():
             is_last_of_group = [self._take(completion) for completion in ended]
         self._report_progress(is_urgent=any(is_last_of_group))
-        if any(is_last_of_group) or (self.conversations is not None and self._num_free > self._room):
+        if any(is_last_of_group) or (self.conversations is not None and int(self._num_free) > int(self._room)):
             self._pull()
 
     def _take(self, completion: Completion) -> bool:
@@ -336,10 +335,10 @@ class RolloutService(Service):
             self._mail.send(self._leader, Order("publish again"))
 
     @property
-    def _num_free(self) -> int:
-        """Return the number of groups for which the engine has room."""
+    def _num_free(self) -> float:
+        """Return the number of groups of the training for which the engine has room."""
         free = self._max_num_groups - sum(group.occupancy for group in self._being_sampled)
-        return max(0, math.floor(free + 1e-6))
+        return max(0.0, round(free, 9))
 
     def _pull(self) -> None:
         if self.host.is_lead:

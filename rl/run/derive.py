@@ -28,6 +28,7 @@ from rl.model.activations import EngineMemory, UpdateMemory, engine_memory, scor
 from rl.model.memory import RoleMemory, estimate
 from rl.model.shape import ModelShape, ModelSize, measure_size, read_shape
 from rl.placement.roles import Placement
+from rl.run.slots import count_slots
 
 SLOTS, FRACTION, TOKENS = "rollout.max_num_seqs", "rollout.gpu_memory_fraction", "actor.max_tokens_per_micro_batch"
 OFFLOAD, RECOMPUTE = "actor.offload", "actor.recompute"
@@ -35,7 +36,6 @@ ON_CPU = {SLOTS: 256, FRACTION: 0.85, TOKENS: 8192, OFFLOAD: "none", RECOMPUTE: 
 # For a model whose config.json has no sizes that are known here.
 CAUTIOUS = {FRACTION: 0.5, TOKENS: 8192, OFFLOAD: "rollout", RECOMPUTE: "none"}
 
-MIN_SLOTS, MAX_SLOTS, MAX_EVAL_SLOTS = 8, 1024, 256
 WHOLE_GPU = 0.9  # share of an engine that has a GPU of its own
 AIM_TOKENS, MAX_AIM_TOKENS = 20_480, 65_536  # of a micro-batch; larger ones are hardly faster
 # A pass costs the host this time per layer, whatever the number of tokens (0.1 s for 30 layers beside an H200, with
@@ -135,16 +135,18 @@ def derive(
     if not placement.engines:  # a phase without sampling
         config = with_values(config, {name: ON_CPU[name] for name in names if name in (SLOTS, FRACTION)})
         names = open_settings(config)
-    slots, num_sequences, reasons = _count_slots(config, placement, trains)
+    largest_share = max((placement.engine_shares or {}).values(), default=0.0)
+    slots = count_slots(config, max(1, len(placement.engines)), largest_share, trains)
+    reasons = {SLOTS: slots.reason}
     if SLOTS in names:
-        config = with_values(config, {SLOTS: slots})
+        config = with_values(config, {SLOTS: slots.number})
     if models is None:
         values = {name: value for name, value in CAUTIOUS.items() if name in names}
         reasons |= dict.fromkeys(values, "a cautious value, because config.json of the model has no known sizes")
         return Derived(with_values(config, values), {name: reasons[name] for name in names})
     device_bytes = device_bytes // GIB * GIB or device_bytes  # cards of the same kind differ by a few MB
     card = Card(device_bytes, max(placement.nodes.sizes) if config.debug.share_gpu else 1)
-    search = _Search(placement, models, card, min(num_sequences, config.rollout.max_num_seqs), trains)
+    search = _Search(placement, models, card, min(slots.num_sequences, config.rollout.max_num_seqs), trains)
     found = search.choose(config)
     values = {FRACTION: found.fraction, TOKENS: found.tokens, **found.learner}
     reasons |= found.reasons
@@ -156,25 +158,6 @@ def _aim_tokens(model: ModelFacts) -> int:
     """Return how many tokens a micro-batch should have if there is memory for them."""
     busy = HOST_S_PER_LAYER * model.shape.num_layers * OPERATIONS_PER_S / (6 * model.size.num_parameters)
     return min(max(AIM_TOKENS, round(busy)), MAX_AIM_TOKENS)
-
-
-def _count_slots(config: Config, placement: Placement, trains: bool) -> tuple[int, int, dict[str, str]]:
-    """Return the slots of an engine, the sequences that it has at once in training, and the reason."""
-    rollout, num_engines = config.rollout, max(1, len(placement.engines))
-    share = max((placement.engine_shares or {}).values(), default=1 / num_engines)
-    num_groups = math.ceil(config.train.num_prompts_per_step * share - 1e-9)
-    num_sequences, why = num_groups * rollout.num_samples_per_prompt, "the sequences of a step per engine"
-    if rollout.max_rounds > 1:
-        num_sequences, why = 2 * num_sequences, f"twice {why}, for responses that are carried over"
-    wanted = num_sequences
-    if config.eval.interval or not trains:
-        num_evaluated = -(-config.eval.num_prompts * config.eval.num_samples // num_engines) or MAX_EVAL_SLOTS
-        if min(num_evaluated, MAX_EVAL_SLOTS) > wanted:
-            wanted, why = min(num_evaluated, MAX_EVAL_SLOTS), "those of an evaluation, which has more than a step"
-    slots = min(MAX_SLOTS, max(MIN_SLOTS, -(-wanted // 8) * 8))
-    if wanted > MAX_SLOTS:
-        why = f"the most that is derived; a step has {num_sequences:,} per engine"
-    return slots, num_sequences, {SLOTS: why}
 
 
 @dataclass(frozen=True)

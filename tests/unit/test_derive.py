@@ -58,6 +58,7 @@ WORK = [
     *("model.dtype=bfloat16", "eval.interval=0", "data.max_prompt_tokens=128", "rollout.max_new_tokens=512"),
     "train.num_prompts_per_step=64",
 ]
+FEW_LARGE_GROUPS = ["train.num_prompts_per_step=8", "rollout.num_samples_per_prompt=16"]
 H200 = 150_110_000_000  # bytes that CUDA reports
 
 
@@ -172,6 +173,9 @@ def test_the_largest_model_of_one_h200_fits() -> None:
         (["placement.rank_weights=3,1"], 16, (48, "the sequences of a step per engine")),  # 3/4 of 64 over 8 engines
         (["eval.interval=5"], 8, (256, "those of an evaluation, which has more than a step")),
         (["eval.interval=5", "eval.num_prompts=100", "eval.num_samples=8", "eval.temperature=1"], 8, (104, "those of")),
+        # 200 sequences are 12.5 groups of 16 samples. 13 groups have room for all of them at once.
+        ([*FEW_LARGE_GROUPS, "eval.interval=5", "eval.num_prompts=200"], 1, (208, "those of an evaluation")),
+        ([*FEW_LARGE_GROUPS, "eval.interval=5"], 1, (256, "those of an evaluation")),
         (["eval.interval=5", "eval.num_prompts=8"], 8, (64, "the sequences of a step per engine")),
         (["placement.rollout=0", "placement.actor=1-7"], 8, (512, "the sequences of a step per engine")),
     ],

@@ -28,7 +28,7 @@ class Hall:
             mail.learn({other.rank: other.contact for other in self.mails})
         self.dispatcher = Dispatcher(self.mails[LEADER], [*(stated or (FIRST, SECOND))], stated)
 
-    def pull(self, engine: int, held: int = 0, room: int = 100, step_s: float = 0.0) -> None:
+    def pull(self, engine: int, held: int = 0, room: float = 100, step_s: float = 0.0) -> None:
         """Ask for groups, and report 40 decode steps with 16 sequences if `step_s` is given."""
         self.mails[engine].send(LEADER, Pull(room, held, [(16, 40, 40 * step_s)] if step_s else []))
 
@@ -99,6 +99,32 @@ def test_no_more_than_there_is_room(hall: Hall) -> None:
     assert hall.silent(FIRST)
     hall.pull(FIRST, room=2, held=1)  # the later pull counts
     assert hall.positions(FIRST) == [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("room_of_group", "room", "held", "num_taken"),
+    [
+        (0.25, 2.0, 1, 8),
+        (0.25, 0.25, 1, 1),
+        (1 / 3, 4 - 5 / 3, 5, 7),
+        (2.0, 3.0, 1, 1),
+        (2.0, 1.0, 0, 1),  # more than its room, but it would otherwise never get one
+    ],
+)
+def test_groups_of_an_evaluation_take_the_room_of_their_samples(
+    hall: Hall, room_of_group: float, room: float, held: int, num_taken: int
+) -> None:
+    """Engines say for how many groups of the training they have room. Other groups may have more or fewer samples."""
+    sampling = replace(SAMPLING, room=room_of_group)
+    hall.dispatcher.open([replace(task, sampling=sampling) for task in make_tasks(40)])
+    hall.pull(FIRST, held, room)
+    assert len(hall.positions(FIRST)) == num_taken
+
+
+def test_an_engine_without_room_for_a_group_of_an_evaluation_gets_none(hall: Hall) -> None:
+    hall.dispatcher.open([replace(task, sampling=replace(SAMPLING, room=2.0)) for task in make_tasks(40)])
+    hall.pull(FIRST, held=1, room=1.9)
+    assert hall.silent(FIRST)
 
 
 def test_an_engine_that_holds_its_share_waits_though_tasks_are_left(hall: Hall) -> None:

@@ -148,6 +148,7 @@ def evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str
         leader = Evaluation(mails[0], placement, config, rollouts, Letters(), tmp_path, SETS)  # type: ignore[arg-type]
         values = leader.run(3, 4)
         assert (rollouts.version, rollouts.sampling.answer_of) == (4, "math")
+        assert rollouts.sampling.room == 2 / 8, "two samples take a quarter of the room of eight"
         return values, beats, mails[1].receive(Evaluated).message.values
 
 

@@ -97,7 +97,7 @@ class Bench:
             groups.append(letter)
         return groups
 
-    def pulls(self) -> list[tuple[int, int]]:
+    def pulls(self) -> list[tuple[float, int]]:
         """Return room and number of held groups of each pull."""
         self.mail.send(1, Mark())
         pulls = []
@@ -168,6 +168,14 @@ def test_a_slow_score_does_not_keep_the_engine_from_work(bench: Bench) -> None:
     bench.start(2)
     assert bench.service.busy
     assert bench.pulls()[-1] == (3, 1)
+
+
+def test_a_group_of_an_evaluation_takes_the_room_of_its_samples(bench: Bench) -> None:
+    """The engine has room for 4 groups of 3 samples. Each of these has one sample."""
+    sampling = Sampling(1, 0.0, 9, room=1 / NUM_SAMPLES)
+    tasks = [Task(2, p, 1, Prompt(p, 0, f"prompt {p}", "", [11]), sampling, 6) for p in range(6)]
+    bench.service.handle(Letter(1, NewTasks(tasks)))
+    assert bench.pulls()[-1] == (2, 6)
 
 
 def test_a_carried_group_takes_only_the_room_of_its_unfinished_responses(bench: Bench) -> None:
