@@ -114,8 +114,7 @@ def roll_out(world: World, lead: RolloutLead) -> None:
 
 def main(args: Namespace) -> None:
     with join() as world:
-        config, name = load_settings(args)
-        run = find_groups(open_run(world, config, name, read_phase(args), not args.eval_only))
+        run = find_groups(open_run(world, load_settings(args), read_phase(args), not args.eval_only))
         if run.drives and run.phase.name == "rollout":
             roll_out(world, build_rollout_lead(run))
         elif run.drives and args.eval_only:

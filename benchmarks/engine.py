@@ -26,6 +26,7 @@ from benchmarks.program import gpu_name, run_torchrun
 from benchmarks.step import settings_of
 from benchmarks.work import arguments, write_inputs
 from rl.config.load import load_config
+from rl.config.modes import Settings
 from rl.config.schema import RolloutConfig
 from rl.run.build import build_actor
 from rl.run.open import open_run
@@ -40,7 +41,7 @@ def measure(settings: list[str], rounds: int, file: Path) -> None:
     seconds: dict[str, list[float]] = {"ours": [], "bare": []}
     with join() as world:
         config = load_config(None, settings)
-        run = open_run(world, config, "engine")
+        run = open_run(world, Settings(config, "engine", config))
         actor = build_actor(run)
         version = actor.publish(step=1)
         actor.give_device_to_engine()

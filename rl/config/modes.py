@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from rl.config.load import load_config
 from rl.config.schema import DEFAULT_CONFIG, Config, ConfigError, Phase, Split
@@ -33,15 +34,23 @@ class PhaseOptions:
 BOTH = PhaseOptions()
 
 
-def load_settings(args: argparse.Namespace) -> tuple[Config, str]:
-    """Return the checked settings of a command of train.py, and the name of the config."""
+class Settings(NamedTuple):
+    """The settings of a command."""
+
+    config: Config
+    name: str  # of the config
+    of_run: Config  # those of the run that a dry run tries out. Otherwise the same
+
+
+def load_settings(args: argparse.Namespace) -> Settings:
+    """Return the checked settings of a command of train.py."""
     config, name = load_config(args.config, args.overrides), Path(args.config or DEFAULT_CONFIG).stem
     phase = read_phase(args)
     for problem in _phase_problems(config, phase):
         raise ConfigError(f"--rl-phase {phase.name}: {problem}")
     if args.eval_only or phase.split == "eval-only":
         config = for_evaluation(config, "--eval-only" if args.eval_only else "--rollout-split eval-only")
-    return for_dry_run(config, name) if args.dry_run else config, name
+    return Settings(for_dry_run(config, name) if args.dry_run else config, name, config)
 
 
 def read_phase(args: argparse.Namespace) -> PhaseOptions:

@@ -36,6 +36,7 @@ class RunRecord:
     commit: str  # of the code; empty if it is unknown
     placement: str  # in words
     nodes: list[NodeRecord]
+    derived: list[str] = field(default_factory=list)  # names of the settings that the user left open
 
 
 def write_record(run_dir: Path, record: RunRecord) -> None:
@@ -51,11 +52,13 @@ def read_record(run_dir: Path) -> RunRecord | None:
 
 
 def describe_changes(before: RunRecord | None, now: RunRecord) -> str:
-    """Say in one line what is not as it was at the last start. Return "" if nothing has changed."""
+    """Say in one line what is not as it was at the last start. Return "" if nothing has changed. Derived settings are
+    left out, because they follow from the others and from the GPUs."""
     if before is None:
         return ""
     old, new = _facts(before), _facts(now)
     names = [name for name in (*new, *(old.keys() - new.keys())) if old.get(name) != new.get(name)]
+    names = [name for name in names if name not in now.derived]
     shown = [f"{name} {old.get(name, 'nothing')} -> {new.get(name, 'nothing')}" for name in names[:MAX_CHANGES]]
     if len(names) > MAX_CHANGES:
         shown.append(f"{len(names) - MAX_CHANGES} more")

@@ -6,6 +6,7 @@ every rank --DeviceMemory--> leader: rl/run/derive.py --DerivedSettings--> every
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,7 +15,7 @@ from rl.common.text import format_bytes
 from rl.config.schema import Config
 from rl.data.sources import Data
 from rl.placement.roles import Placement
-from rl.run.derive import derive, read_models, with_values
+from rl.run.derive import derive, open_settings, read_models, read_value
 from rl.world.messages import Message
 from rl.world.world import World
 
@@ -45,8 +46,8 @@ class NumSteps(Message):
 
 def agree_on_settings(
     world: World, placement: Placement, config: Config, folders: Mapping[str, Path], trains: bool = True
-) -> Config:
-    """Fill in the settings that the user has left open. Called on every rank, once GPUs may be used."""
+) -> dict[str, Any]:
+    """Return a value for each setting that the user has left open. Called on every rank, once GPUs may be used."""
     world.mail.send(placement.leader, DeviceMemory(device_bytes(world.device)))
     if world.rank == placement.leader:
         smallest = min(world.mail.receive(DeviceMemory).message.num_bytes for _ in range(placement.world_size))
@@ -56,9 +57,10 @@ def agree_on_settings(
             print(f"oneworld: derived for GPUs of {format_bytes(smallest)}: {derived.line()}{about}", flush=True)
         if derived.problem:
             NOTICES.warn(f"by its estimate, this run does not fit into the memory of its GPUs: {derived.problem}")
+        values = {name: read_value(derived.config, name) for name in open_settings(config)}
         for rank in range(placement.world_size):
-            world.mail.send(rank, DerivedSettings(derived.values))
-    return with_values(config, world.mail.receive(DerivedSettings).message.values)
+            world.mail.send(rank, DerivedSettings(values))
+    return world.mail.receive(DerivedSettings).message.values
 
 
 def device_bytes(device: torch.device | None = None) -> int:

@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +13,7 @@ from rl.checkpoint.resume import Resume, agree_on_resume
 from rl.checkpoint.store import CheckpointStore
 from rl.common.notices import NOTICES
 from rl.common.text import format_ranks
-from rl.config.modes import BOTH, PhaseOptions
+from rl.config.modes import BOTH, PhaseOptions, Settings
 from rl.config.schema import Config, with_debugger_timeouts
 from rl.data.prompts import Tokenizer
 from rl.data.sources import Data, check_files, read_data
@@ -32,7 +33,7 @@ from rl.rollout.archive import StoredGroups
 from rl.rollout.service import ConversationEnded, Scored, TurnAsked
 from rl.run.agree import agree_on_settings, agree_on_steps
 from rl.run.checks import check_lora, check_settings
-from rl.run.derive import open_settings
+from rl.run.derive import with_values
 from rl.run.environment import check_reward_use
 from rl.run.find_data import find_datasets
 from rl.run.find_models import find_models
@@ -64,6 +65,7 @@ class Run:
     phase: PhaseOptions = BOTH
     view: LiveView | None = None  # on the leader, if its console is a terminal
     stored: StoredGroups | None = None  # the groups of the next step that are in files; None in the phase both
+    derived: Sequence[str] = ()  # names of the settings that the user has left open
 
     @property
     def start_step(self) -> int:
@@ -88,11 +90,11 @@ class Run:
         return load_tokenizer(self.model_folder)
 
 
-def open_run(world: World, config: Config, config_name: str, phase: PhaseOptions = BOTH, trains: bool = True) -> Run:
+def open_run(world: World, settings: Settings, phase: PhaseOptions = BOTH, trains: bool = True) -> Run:
     """Check everything that can be checked without loading a model, then connect the process groups. `trains` is False
     with --eval-only."""
-    config = with_debugger_timeouts(config)
-    folder = Path(config.run.dir) / _run_name(world, config, config_name)
+    config = with_debugger_timeouts(settings.config)
+    folder = Path(config.run.dir) / _run_name(world, config, settings.name)
     lease = take_lease(world, folder)  # before anything is written to the folder
     world.begin_run(folder, config)
     placement = _place(world, config, phase)
@@ -131,8 +133,9 @@ def open_run(world: World, config: Config, config_name: str, phase: PhaseOptions
         world.meet("model found")  # a download may take long, and the calls below have a timeout
         world.connect(config.debug.share_gpu, config.world.transfer_timeout_s)
         send_hardware(world, placement)
-        left_open = open_settings(config)
-        config = agree_on_settings(world, placement, config, models, trains)
+        # A dry run must measure what the run would use, so both derive the same.
+        derived = agree_on_settings(world, placement, settings.of_run, models, trains)
+        config = with_values(config, derived)
         if is_leader:
             print(f"oneworld: {describe_data_parallelism(config, placement)}", flush=True)
         groups = make_groups(placement, world.rank, world.device.type, config.world.transfer_timeout_s)
@@ -146,9 +149,9 @@ def open_run(world: World, config: Config, config_name: str, phase: PhaseOptions
     store = CheckpointStore(world.mail, folder / "checkpoints", source, placement.node_leads, lease)
     world.at_end(store.close)
     with world.stage("resume"):
-        resume = agree_on_resume(world.mail, placement, store, config, left_open)
+        resume = agree_on_resume(world.mail, placement, store, config, [*derived])
     inputs = data, rewards, conversations
-    return Run(world, config, placement, groups, folder, models, store, resume, *inputs, phase, view)
+    return Run(world, config, placement, groups, folder, models, store, resume, *inputs, phase, view, None, [*derived])
 
 
 def _open_view(world: World, folder: Path) -> LiveView | None:

@@ -32,7 +32,7 @@ from rl.rewards.find import check_rewards
 from rl.rewards.trial import TrialRow, score_one_row
 from rl.rollout.schedule import describe_lag, plan_schedule
 from rl.run.checks import check_lora, check_settings
-from rl.run.derive import Derived, derive, nominal_bytes, open_settings, read_models
+from rl.run.derive import Derived, derive, nominal_bytes, open_settings, read_models, read_value, with_values
 from rl.run.find_data import choose_commits, download_datasets
 from rl.watch.reports import ServiceUnavailable
 from rl.world.bootstrap import exit_before_join, is_first_on_node
@@ -111,7 +111,7 @@ class RunPlan:
     def __init__(self, args: argparse.Namespace):
         """Make all checks. Raise ConfigError for the first mistake."""
         self.checked, self.unchecked, self.notes = ["settings", "placement"], list[str](), list[str]()
-        self.config, _ = load_settings(args)
+        self.config, _, self.of_run = load_settings(args)
         self.phase, self.start_step = read_phase(args), 0
         self.trains = not args.eval_only and self.phase.split != "eval-only"
         self.placement = self._place(args)
@@ -265,8 +265,8 @@ class RunPlan:
         if len(folders) < len(self.models):
             return gpu, None
         models = read_models(self.config, folders)
-        found = derive(self.config, self.placement, models, num_bytes or nominal_bytes(gpu_gb), self.trains)
-        self.config = found.config
+        found = derive(self.of_run, self.placement, models, num_bytes or nominal_bytes(gpu_gb), self.trains)
+        self.config = with_values(self.config, {name: read_value(found.config, name) for name in self.left_open})
         return gpu, found
 
     def _settings(self) -> list[str]:

@@ -49,7 +49,8 @@ def gather_record(run: Run) -> RunRecord:
     versions = read_versions() | {"system": f"{platform.system()} {platform.release()}"}
     if torch.version.cuda:
         versions["CUDA of torch"] = torch.version.cuda
-    return RunRecord(public_settings(run.config), versions, read_commit(ROOT), run.placement.summary(), nodes)
+    config, commit = public_settings(run.config), read_commit(ROOT)
+    return RunRecord(config, versions, commit, run.placement.summary(), nodes, [*run.derived])
 
 
 def describe_repetition(run: Run, step: int) -> str:

@@ -24,6 +24,8 @@ from rl.learner import policy
 from rl.learner.policy import PolicyTrainer
 from rl.rollout.fake_engine import FakeEngine
 from rl.rollout.service import RolloutService
+from rl.run import agree
+from rl.run.derive import nominal_bytes
 from rl.run.plan import parse_or_plan
 from rl.sync.layout import MemoryLayout
 from rl.sync.transfer import BucketTransfer
@@ -251,6 +253,8 @@ def break_(what: str, culprit: int) -> None:
         PolicyTrainer.update = broken(PolicyTrainer.update, stop_here)
     elif what == "cards":
         name_cards()
+    elif what == "GPUs of 80 GB":
+        agree.device_bytes = lambda device: nominal_bytes(80)
     elif what == "update, others hang":
         PolicyTrainer.update = broken(PolicyTrainer.update, fail if is_culprit else hang)
     elif what == "all hang":

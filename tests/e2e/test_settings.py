@@ -6,6 +6,7 @@ import json
 import re
 import signal
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -15,8 +16,9 @@ from rl.config.load import load_config
 from rl.model.memory import LIBRARIES, estimate
 from rl.model.shape import ModelSize
 from rl.placement.roles import plan
+from rl.report.events import read_events
 from tests import fake_wandb
-from tests.launcher import ROOT, command_of, finish, start, steps_on, train, until
+from tests.launcher import ROOT, command_of, finish, run_forked_runs, start, steps_on, train, until
 
 pytestmark = pytest.mark.timeout(250)
 FAKE = ["rollout.engine=fake", "train.num_prompts_per_step=6", "eval.num_prompts=6"]
@@ -58,6 +60,27 @@ def test_a_run_that_neither_evaluates_first_nor_saves(tmp_path: Path) -> None:
     sent = [note for note in fake_wandb.notes(tmp_path) if "step" in note]
     assert [row["step"] for row in sent] == [row["step"] for row in rows]
     assert sent[-1]["values"]["critic/loss"] == rows[-1]["critic/loss"]
+
+
+def test_settings_that_are_derived_from_gpus(tmp_path: Path) -> None:
+    """A dry run derives what the run does, also for evaluations and rounds, which it leaves out. A resume names only
+    what the user has changed. The first two commands believe to have GPUs of 80 GB, and the last one has none."""
+    place = [f"run.dir={tmp_path}", "run.name=run", *FAKE, "checkpoint.save_interval=1"]
+    settings = [*place, "rollout.max_tokens_per_round=3", "eval.interval=5", "eval.num_prompts=200"]
+    described: list[dict[str, Any]] = [
+        {"num_ranks": 1, "overrides": ["--dry-run", *settings], "broken": "GPUs of 80 GB"},
+        {"num_ranks": 1, "overrides": [*settings, "train.num_steps=1"], "broken": "GPUs of 80 GB"},
+        {"num_ranks": 1, "overrides": [*settings, "train.num_steps=2"]},
+    ]
+    output = run_forked_runs(described, 200)
+    tried, used = re.findall(r"^oneworld: derived for GPUs of 85.04 GB: (.*)$", output, re.M)
+    assert tried == used and "rollout.max_num_seqs=200 " in used
+    names = [word.partition("=")[0] for word in used.partition(" (")[0].split()]
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert record["derived"] == names and record["config"]["rollout"]["max_num_seqs"] == 256, "that of a CPU"
+    assert "run/checkpoints: resumes after step 1; settings changed since then: train.num_steps 1 -> 2\n" in output
+    changed = [event.text for event in read_events(tmp_path / "run") if "changed: " in event.text]
+    assert len(changed) == 1 and changed[0].endswith("changed: train.num_steps 1 -> 2"), changed
 
 
 @pytest.mark.slow

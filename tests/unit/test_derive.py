@@ -39,6 +39,7 @@ from rl.run.derive import (
     nominal_bytes,
     open_settings,
     read_models,
+    with_values,
 )
 from rl.world.messages import Letter
 from tests.public_models import QWEN_7B, write_model
@@ -382,14 +383,14 @@ def test_all_ranks_get_what_the_leader_derives(
     mail: Any = LoopbackMail(sizes)
     monkeypatch.setattr(agree, "device_bytes", lambda device: sizes[0])
     world: Any = SimpleNamespace(rank=0, device=torch.device("cpu"), mail=mail)
-    settled = agree_on_settings(world, placed(config, 2), config, {"model.path": tmp_path / "qwen"})
-    assert settled == agree_on_settings(
+    values_of_leader = agree_on_settings(world, placed(config, 2), config, {"model.path": tmp_path / "qwen"})
+    assert values_of_leader == agree_on_settings(
         SimpleNamespace(rank=1, device=torch.device("cpu"), mail=mail),  # type: ignore[arg-type]
         placed(config, 2),
         config,
         {},
     )
-    values = tuple(mail.answers[1].values[name] for name in (SLOTS, FRACTION, TOKENS, OFFLOAD, RECOMPUTE))
+    values = tuple(values_of_leader[name] for name in (SLOTS, FRACTION, TOKENS, OFFLOAD, RECOMPUTE))
     assert values == expected and mail.answers[0] == mail.answers[1]
     line = f"{SLOTS}={expected[0]} {FRACTION}={expected[1]} {TOKENS}={expected[2]} {OFFLOAD}=none {RECOMPUTE}=none"
     assert (line in capsys.readouterr().out) == bool(min(sizes)), "on a CPU nothing is derived"
@@ -453,3 +454,15 @@ def test_a_phase_without_engines_derives_nothing_for_them() -> None:
     derived = derive(config, placement, models_of("0.6B", config), nominal_bytes(80))
     assert not placement.engines and set(derived.values) == {TOKENS, OFFLOAD, RECOMPUTE}
     assert not open_settings(derived.config)
+
+
+def test_in_a_phase_without_engines_no_setting_stays_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """run.json, checkpoints and tools expect a number for each."""
+    write_model(tmp_path / "qwen", QWEN_7B)
+    monkeypatch.setattr(agree, "device_bytes", lambda device: H200)
+    config, mail = configured(), LoopbackMail([H200])
+    world: Any = SimpleNamespace(rank=0, device=torch.device("cpu"), mail=mail)
+    placement = plan(config.placement, 1, 1, 1, 1, "update")
+    values = agree_on_settings(world, placement, config, {"model.path": tmp_path / "qwen"})
+    assert (values[SLOTS], values[FRACTION]) == (256, 0.85), "as on a CPU, since no engine uses them"
+    assert not open_settings(with_values(config, values))

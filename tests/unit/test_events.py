@@ -172,7 +172,7 @@ def test_a_record_has_no_keys_from_the_options_of_users(key: str) -> None:
     """A key of a judge may be in the config, not in the environment."""
     config = load_config(overrides=[f"{key}={{judge: {{api_key: sk-of-a-judge, model: m}}}}"])
     placement = SimpleNamespace(node_leads=[], summary=lambda: "1 rank")
-    found = gather_record(cast(Run, SimpleNamespace(config=config, placement=placement)))
+    found = gather_record(cast(Run, SimpleNamespace(config=config, placement=placement, derived=[])))
     section, name = key.split(".")
     assert found.config[section][name] == {"judge": {"api_key": "***", "model": "m"}}
 
@@ -182,5 +182,8 @@ def test_what_has_changed_since_the_last_start_is_said() -> None:
     assert describe_changes(record(), record(config=record().config | {"run": {"dir": "elsewhere"}})) == ""
     other = record(config={"train": {"num_steps": 48}, "placement": {"actor": "0-1"}}, versions={"torch": "2.10"})
     assert describe_changes(record(), other) == "changed: train.num_steps 24 -> 48, torch 2.9 -> 2.10"
+    smaller = {"config": {**record().config, "actor": {"offload": "moments"}}}
+    assert describe_changes(record(), record(**smaller, derived=["actor.offload"])) == "", "the GPUs have changed"
+    assert describe_changes(record(), record(**smaller)) == "changed: actor.offload nothing -> moments"
     many = record(versions={f"p{number}": "1" for number in range(8)})
     assert describe_changes(record(versions={}), many).endswith("p4 nothing -> 1, 3 more")

@@ -157,7 +157,7 @@ SHARED = {
     "skipped rows": ["--plan", "data.train=mixed.jsonl", "data.bad_rows=skip", "data.max_prompt_tokens=8"],
     "nested columns": ["--plan", *NESTED, "data.answer_key=reward_model.ground_truth"],
     "no answers": ["--plan", "data.answer_key="],
-    "dry run": ["--plan", "--dry-run", "model.path=shape"],
+    "dry run": ["--plan", "--dry-run", "model.path=shape", "train.num_prompts_per_step=8"],
     "resumes": ["--plan", "run.dir=saved", "run.name=mine"],
     "starts over": ["--plan", "run.dir=saved", "run.name=mine", "checkpoint.resume=never"],
     "forks": ["--plan", "run.dir=saved", "run.name=fork", "checkpoint.resume=saved/mine"],
@@ -660,6 +660,8 @@ def test_a_dry_run_needs_no_weights(answers: dict[str, Answer]) -> None:
     assert answer.code == 0, answer.stderr
     assert answer.section("memory") == "not estimated, because the weights of model.path are not here"
     assert answer.section("steps").startswith("1 step of ")
+    slots = "rollout.max_num_seqs=256: those of an evaluation, which has more than a step"
+    assert slots in answer.section("settings"), "as in the run that it tries out; a step has 32 per engine"
 
 
 @pytest.mark.parametrize("command", ["sizes from flags", "flags after overrides"])
