@@ -205,17 +205,16 @@ class _Search:
         self._busiest = "update" if trains else "loading of the models"  # when the learner needs the most
 
     def choose(self, config: Config) -> _Found:
-        longest = config.data.max_prompt_tokens + config.max_training_tokens
-        step_tokens = longest + config.max_step_tokens // len(self._placement.actors)  # of one actor, about
+        longest = _longest(config)
         given = config.actor.max_tokens_per_micro_batch
-        needed = max(longest, min(given or ENOUGH_TOKENS, step_tokens))
+        needed = self._num_tokens(config, given or ENOUGH_TOKENS)
         slots, policy = config.rollout.max_num_seqs, self._models.policy
         engine = engine_memory(config, policy.shape, policy.size, slots, self._num_sequences)
         budgets = [self._budget(each, engine) for each in _candidates(config)]
         most, share = max(each.for_engine for each in budgets), config.rollout.gpu_memory_fraction
-        if config.rollout.kv_cache_mb:  # then vLLM does not use the share
-            share = 0.0
         enough = min(share * self._card.whole, most) if share else min(engine.enough, NEAR * most)
+        if config.rollout.kv_cache_mb:  # then vLLM does not use the share
+            enough = min(engine.total, most)
         fitting = [each for each in budgets if each.num_tokens >= needed and each.for_engine >= enough]
         best = fitting[0] if fitting else budgets[-1]
         room = max(best.num_tokens, 0)
@@ -224,7 +223,7 @@ class _Search:
         learner: dict[str, Any] = {OFFLOAD: best.config.actor.offload, RECOMPUTE: best.config.actor.recompute}
         fraction, why = self._fraction(best, engine)
         config = with_values(best.config, {TOKENS: tokens, FRACTION: fraction})
-        learner_peak = self._update_peak(config, step_tokens) if self._trains else self._loading_peak(config)
+        learner_peak = self._update_peak(config) if self._trains else self._loading_peak(config)
         peaks = {"rollout": self._rollout_peak(config, engine), self._busiest: learner_peak}
         is_given = len(budgets) < len([*_candidates(with_values(config, {OFFLOAD: "auto", RECOMPUTE: "auto"}))])
         problem = self._problem(config, peaks, engine, best.for_engine, is_given)
@@ -265,7 +264,10 @@ class _Search:
                 room = self._card.usable - state.total - memory[name].fixed
                 if room < state.late:
                     num_tokens = min(num_tokens, 0)
-                elif not (name == "critic" and config.critic.max_tokens_per_micro_batch):
+                elif name == "critic" and config.critic.max_tokens_per_micro_batch:  # it is used as given
+                    is_enough = room >= memory[name].per_token * self._num_tokens(config, config.critic_max_tokens)
+                    num_tokens = num_tokens if is_enough else 0
+                else:
                     num_tokens = min(num_tokens, room // memory[name].per_token)
         return _Budget(config, for_engine, num_tokens)
 
@@ -285,10 +287,10 @@ class _Search:
             return self._card.fraction(self._card.usable - engine.beside), "no other role uses the GPU"
         parts = f"{format_bytes(engine.weights)} of weights, {format_bytes(engine.kv)} of KV cache for "
         parts += f"{count_of(self._num_sequences, 'sequence')} at full length, {format_bytes(engine.other)} besides"
+        most = self._card.fraction(max(0.0, budget.for_engine))
         if engine.total <= budget.for_engine:
-            return self._card.fraction(engine.total, rounds_up=True), parts
-        left = f"what the learner leaves free; all sequences would need {parts}"
-        return self._card.fraction(max(0.0, budget.for_engine)), left
+            return min(self._card.fraction(engine.total, rounds_up=True), most), parts
+        return most, f"what the learner leaves free; all sequences would need {parts}"
 
     def _rollout_peak(self, config: Config, engine: EngineMemory) -> int:
         shared = [role for role in self._estimate(config) if role.engine and role.roles != ("rollout",)]
@@ -298,13 +300,17 @@ class _Search:
         share += engine.beside
         return max((role.during_rollout + share for role in shared), default=0)
 
-    def _update_peak(self, config: Config, step_tokens: int) -> int:
+    def _num_tokens(self, config: Config, limit: int) -> int:
+        """Return the most tokens of a micro-batch, of which an actor has no more than about its part of a step."""
+        longest = _longest(config)
+        return max(longest, min(limit, longest + config.max_step_tokens // len(self._placement.actors)))
+
+    def _update_peak(self, config: Config) -> int:
         peak, memory = 0, self._memory(config)
-        longest = config.data.max_prompt_tokens + config.max_training_tokens
         limits = {"policy": config.actor.max_tokens_per_micro_batch, "critic": config.critic_max_tokens}
         for role in self._estimate(config):
             for name in role.states:
-                state, num_tokens = _state_in_update(config, role, name), min(max(limits[name], longest), step_tokens)
+                state, num_tokens = _state_in_update(config, role, name), self._num_tokens(config, limits[name])
                 activations = max(memory[name].per_token * num_tokens, state.late)
                 peak = max(peak, state.total + memory[name].fixed + activations)
         return peak
@@ -335,6 +341,11 @@ class _Search:
             setting = "rollout.kv_cache_mb" if config.rollout.kv_cache_mb else FRACTION
             return f"a rollout needs {format_bytes(peaks['rollout'])}; lower {setting}"
         return ""
+
+
+def _longest(config: Config) -> int:
+    """Return the maximum number of tokens of a sequence in training. It cannot be divided."""
+    return config.data.max_prompt_tokens + config.max_training_tokens
 
 
 def _count(number: float) -> str:

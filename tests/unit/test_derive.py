@@ -241,11 +241,25 @@ def test_given_values_are_used_as_given() -> None:
 
 
 def test_a_critic_that_has_micro_batches_of_its_own_does_not_limit_those_of_the_policy() -> None:
+    """The critic keeps more activations per token than the policy, whose layers are recomputed."""
     alone, small = (
-        found("7B", 8, 80, *PPO, *settings, f"{OFFLOAD}=none", f"{RECOMPUTE}=none")
+        found("7B", 8, 80, *PPO, *settings, f"{OFFLOAD}=none", f"{RECOMPUTE}=full", "critic.recompute=none")
         for settings in ([], ["critic.max_tokens_per_micro_batch=1024"])
     )
-    assert small.values[TOKENS] >= alone.values[TOKENS]
+    assert small.values[TOKENS] > alone.values[TOKENS]
+
+
+def test_micro_batches_that_a_critic_is_given_must_fit() -> None:
+    """65,536 tokens at once are more than the part of an actor in a step, 41,600. They fit only if recomputed."""
+    derived = found("7B", 8, 80, *PPO, "critic.max_tokens_per_micro_batch=65536")
+    assert (derived.values[OFFLOAD], derived.values[RECOMPUTE]) == ("none", "full") and not derived.problem
+    assert "57.50 GB in the update" in derived.use
+
+
+def test_a_derived_share_is_not_rounded_up_to_more_than_is_left() -> None:
+    """The engine needs between 82 and 83 % of the card, and less than 83 % are left."""
+    derived = found("0.6B", 2, 40, "rollout.max_new_tokens=1024")
+    assert derived.values[FRACTION] == 0.82 and not derived.problem
 
 
 def test_engines_beside_scorers_leave_room_for_their_models() -> None:
@@ -440,6 +454,10 @@ def test_a_given_cache_is_what_an_engine_takes() -> None:
     assert given.values[OFFLOAD] == found("7B", 4, 80, "rollout.kv_cache_mb=8000").values[OFFLOAD] == "moments"
     too_large = found("7B", 4, 80, "rollout.kv_cache_mb=70000").problem
     assert "lower rollout.kv_cache_mb" in too_large
+    # 15.2 GB of weights, 57.7 GB of cache and 2.3 GB besides: moments are not enough to leave 75.2 GB.
+    large = found("7B", 4, 80, "rollout.kv_cache_mb=55000")
+    assert large.values[OFFLOAD] == "rollout" and not large.problem
+    assert large.use.startswith("at most 75.67 GB in the rollout"), "75.20 GB, and 0.47 GB to sample"
 
 
 def test_an_evaluation_alone_has_slots_for_itself() -> None:
