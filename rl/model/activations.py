@@ -63,13 +63,13 @@ def update_memory(
     return UpdateMemory(fixed, int(factor * dtype * elements))
 
 
-def scoring_bytes(config: Config, shape: ModelShape) -> int:
-    """Estimate a pass without gradients, of inference.max_tokens_per_micro_batch tokens."""
+def scoring_bytes(config: Config, shape: ModelShape, num_tokens: int) -> int:
+    """Estimate a pass without gradients."""
     dtype = DTYPE_BYTES[config.model.dtype]
     heads = (shape.num_heads + shape.num_kv_heads) * shape.head_dim
     of_token = int(FRAGMENTS * dtype * (4 * shape.hidden + 2 * heads + 3 * shape.intermediate))
     gathered = dtype * (shape.num_in_root + GATHERED_LAYERS * shape.num_in_layer)
-    return config.inference.max_tokens_per_micro_batch * of_token + gathered + LOGITS_BYTES
+    return num_tokens * of_token + gathered + LOGITS_BYTES
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def engine_memory(
     least = of_token * (config.max_sequence_tokens + 2 * BLOCK)  # of an evaluation too, or vLLM refuses to start
     whole, enough = max(least, kv_of(longest)), max(least, kv_of(min(longest, max(LONG_RESPONSE, longest // 4))))
     if rollout.kv_cache_mb:
-        least = whole = enough = rollout.kv_cache_mb << 20
+        whole = enough = rollout.kv_cache_mb << 20
     num_batched = rollout.engine_options.get("max_num_batched_tokens") or max_batched_tokens(num_slots)
     activations = num_batched * dtype * (6 * shape.hidden + 3 * -(-shape.intermediate // tp))
     logits = num_slots * shape.vocabulary

@@ -204,10 +204,9 @@ class _Search:
         self._num_sequences = num_sequences
         self._busiest = "update" if trains else "loading of the models"  # when the learner needs the most
 
-    def choose(self, config: Config) -> _Found:
-        longest = _longest(config)
-        given = config.actor.max_tokens_per_micro_batch
-        needed = self._num_tokens(config, given or ENOUGH_TOKENS)
+    def choose(self, given: Config) -> _Found:
+        config, longest, limit = given, _longest(given), given.actor.max_tokens_per_micro_batch
+        needed = self._num_tokens(config, limit or ENOUGH_TOKENS)
         slots, policy = config.rollout.max_num_seqs, self._models.policy
         engine = engine_memory(config, policy.shape, policy.size, slots, self._num_sequences)
         budgets = [self._budget(each, engine) for each in _candidates(config)]
@@ -219,14 +218,13 @@ class _Search:
         best = fitting[0] if fitting else budgets[-1]
         room = max(best.num_tokens, 0)
         tokens = int(min(max(_aim_tokens(policy), longest), room)) // ROUND_TOKENS * ROUND_TOKENS
-        tokens = given or max(tokens, longest, ROUND_TOKENS)
+        tokens = limit or max(tokens, longest, ROUND_TOKENS)
         learner: dict[str, Any] = {OFFLOAD: best.config.actor.offload, RECOMPUTE: best.config.actor.recompute}
         fraction, why = self._fraction(best, engine)
         config = with_values(best.config, {TOKENS: tokens, FRACTION: fraction})
         learner_peak = self._update_peak(config) if self._trains else self._loading_peak(config)
         peaks = {"rollout": self._rollout_peak(config, engine), self._busiest: learner_peak}
-        is_given = len(budgets) < len([*_candidates(with_values(config, {OFFLOAD: "auto", RECOMPUTE: "auto"}))])
-        problem = self._problem(config, peaks, engine, best.for_engine, is_given)
+        problem = self._problem(config, given, peaks, engine, best.for_engine)
         of = f"of {format_bytes(self._card.usable)}"
         use = ", ".join(f"{format_bytes(peak)} in the {name}" for name, peak in peaks.items() if peak)
         update = self._memory(config)["policy"]
@@ -259,6 +257,8 @@ class _Search:
                 for_engine = min(for_engine, self._left_for_engine(config, role, engine))
             if not self._trains and role.states and _loaded_bytes(role) > self._card.usable:
                 num_tokens = 0
+            if self._scoring_peak(config) > self._card.usable:
+                num_tokens = 0
             for name in role.states if self._trains else ():
                 state = _state_in_update(config, role, name)
                 room = self._card.usable - state.total - memory[name].fixed
@@ -277,7 +277,7 @@ class _Search:
             return math.inf
         left = self._card.usable - role.during_rollout - engine.beside
         if "inference" in role.roles and self._placement.scorers:  # it scores while the engine stays awake
-            left -= scoring_bytes(config, self._models.policy.shape)
+            left -= scoring_bytes(config, self._models.policy.shape, config.inference.max_tokens_per_micro_batch)
         return left
 
     def _fraction(self, budget: _Budget, engine: EngineMemory) -> tuple[float, str]:
@@ -305,42 +305,78 @@ class _Search:
         longest = _longest(config)
         return max(longest, min(limit, longest + config.max_step_tokens // len(self._placement.actors)))
 
-    def _update_peak(self, config: Config) -> int:
+    def _update_peak(self, config: Config, has_activations: bool = True) -> int:
         peak, memory = 0, self._memory(config)
         limits = {"policy": config.actor.max_tokens_per_micro_batch, "critic": config.critic_max_tokens}
         for role in self._estimate(config):
             for name in role.states:
                 state, num_tokens = _state_in_update(config, role, name), self._num_tokens(config, limits[name])
-                activations = max(memory[name].per_token * num_tokens, state.late)
+                activations = max(memory[name].per_token * num_tokens * has_activations, state.late)
                 peak = max(peak, state.total + memory[name].fixed + activations)
         return peak
+
+    def _scoring_peak(self, config: Config) -> int:
+        """Return what actors need to compute logprobs, if they do. Most of the state is there then."""
+        limit = max(config.inference.max_tokens_per_micro_batch, config.reference_max_tokens)
+        activations = scoring_bytes(config, self._models.policy.shape, self._num_tokens(config, limit))
+        roles = self._estimate(config) if self._trains and not self._placement.scorers else []
+        return max(
+            (_state_in_update(config, role, "policy").total + activations for role in roles if role.states), default=0
+        )
 
     def _loading_peak(self, config: Config) -> int:
         return max((_loaded_bytes(role) for role in self._estimate(config) if role.states), default=0)
 
     def _problem(
-        self, config: Config, peaks: Mapping[str, int], engine: EngineMemory, for_engine: float, is_given: bool
+        self, config: Config, given: Config, peaks: Mapping[str, int], engine: EngineMemory, for_engine: float
     ) -> str:
-        """Return what does not fit, and what to change. `is_given`: the user has chosen offload or recompute."""
-        usable, remedy = self._card.usable, "give the learner more ranks, or lower rollout.max_new_tokens"
-        if is_given:
-            remedy = f"leave actor.offload and actor.recompute out, {remedy}"
-        if self._trains and peaks["update"] > usable:
-            return f"an update needs {format_bytes(peaks['update'])}; {remedy}"
-        if not self._trains and peaks[self._busiest] > usable:
-            needed = format_bytes(peaks[self._busiest])
-            return f"the loading of the models needs {needed}; set actor.offload=always, or give the learner more ranks"
-        room = max(0, int(min(for_engine, WHOLE_GPU * self._card.total)))
-        lower = "lower rollout.kv_cache_mb, " if config.rollout.kv_cache_mb else ""
-        if any(role.engine for role in self._estimate(config)) and engine.least > room:
-            return (
-                f"an engine needs at least {format_bytes(engine.least)}, and {format_bytes(room)} are left for it; "
-                f"{lower}raise rollout.tensor_parallel_size, or place engine and learner on different ranks"
-            )
+        """Return what does not fit, and what to change. `given` has the settings as the user gave them."""
+        usable, rollout, more_ranks = self._card.usable, config.rollout, "give the learner more ranks"
+        if (learner := peaks[self._busiest]) > usable:
+            remedies = self._remedies_of_update(config, given) if self._trains else ["set actor.offload=always"]
+            what = f"{'an' if self._trains else 'the'} {self._busiest} needs {format_bytes(learner)}"
+            return f"{what}; {_either(*remedies, more_ranks)}"
+        if (scoring := self._scoring_peak(config)) > usable:
+            remedy = _either("lower inference.max_tokens_per_micro_batch", more_ranks)
+            return f"the computation of logprobs needs {format_bytes(scoring)}; {remedy}"
+        if not any(role.engine for role in self._estimate(config)):
+            return ""
+        if rollout.kv_cache_mb and engine.kv < engine.least_kv:
+            least = math.ceil(engine.least_kv / (1 << 20))
+            got = f"rollout.kv_cache_mb: got {rollout.kv_cache_mb}, but one sequence of full length needs {least}"
+            return f"{got}; raise it"
+        room, needed = max(0, int(min(for_engine, WHOLE_GPU * self._card.total))), engine.least
+        remedies = ["raise rollout.tensor_parallel_size"]
+        if math.isfinite(for_engine):
+            remedies.append("place engine and learner on different ranks")
+        share = int(given.rollout.gpu_memory_fraction * self._card.whole)
+        if rollout.kv_cache_mb:
+            needed, remedies = engine.total, ["lower rollout.kv_cache_mb", *remedies]
+        elif share and share < min(needed, room):
+            room, remedies = share, [f"raise {FRACTION}", *remedies[:1]]
+        if needed > room:
+            text = f"an engine needs at least {format_bytes(needed)}, and {format_bytes(room)} are left for it"
+            return f"{text}; {_either(*remedies)}"
         if peaks["rollout"] > usable:
-            setting = "rollout.kv_cache_mb" if config.rollout.kv_cache_mb else FRACTION
-            return f"a rollout needs {format_bytes(peaks['rollout'])}; lower {setting}"
+            return f"a rollout needs {format_bytes(peaks['rollout'])}; lower {FRACTION}"
         return ""
+
+    def _remedies_of_update(self, config: Config, given: Config) -> list[str]:
+        """Return what would lower the peak of an update."""
+        remedies, longest = [], _longest(config)
+        if "auto" not in (given.actor.offload, given.actor.recompute):
+            remedies.append("leave actor.offload and actor.recompute out")
+        limits = {TOKENS: given.actor.max_tokens_per_micro_batch}
+        if config.algo.has_critic:
+            limits["critic.max_tokens_per_micro_batch"] = given.critic.max_tokens_per_micro_batch
+        lower = [name for name, limit in limits.items() if self._num_tokens(config, limit) > longest]
+        if not lower and self._update_peak(config, has_activations=False) <= self._card.usable:
+            lower = ["environment.max_conversation_tokens" if config.environment.is_set else "rollout.max_new_tokens"]
+        return [*remedies, *(f"lower {name}" for name in lower)]
+
+
+def _either(*remedies: str) -> str:
+    return ", or ".join(filter(None, [", ".join(remedies[:-1]), remedies[-1]]))
 
 
 def _longest(config: Config) -> int:

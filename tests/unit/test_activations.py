@@ -89,7 +89,7 @@ def test_bytes_whatever_the_number_of_tokens() -> None:
 
 def test_a_scoring_pass_needs_less_than_an_update_of_as_many_tokens() -> None:
     config = config_of("inference.max_tokens_per_micro_batch=16384")
-    assert scoring_bytes(config, QWEN3_0_6B) < update_memory(config, QWEN3_0_6B, "full", WHOLE).of(16_384)
+    assert scoring_bytes(config, QWEN3_0_6B, 16_384) < update_memory(config, QWEN3_0_6B, "full", WHOLE).of(16_384)
 
 
 def test_memory_of_an_engine() -> None:

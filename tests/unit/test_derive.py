@@ -59,6 +59,15 @@ WORK = [
     *("model.dtype=bfloat16", "eval.interval=0", "data.max_prompt_tokens=128", "rollout.max_new_tokens=512"),
     "train.num_prompts_per_step=64",
 ]
+TOOLS = [
+    *("environment.tools=[configs/environments/sums.py:add]", "data.chat_template=true"),
+    "environment.max_conversation_tokens=99999",
+]
+MANY_AT_ONCE = [
+    "inference.max_tokens_per_micro_batch=999999",
+    "train.num_prompts_per_step=128",
+    "actor.offload=moments",
+]
 FEW_LARGE_GROUPS = ["train.num_prompts_per_step=8", "rollout.num_samples_per_prompt=16"]
 H200 = 150_110_000_000  # bytes that CUDA reports
 
@@ -157,7 +166,7 @@ def test_the_largest_model_of_one_h200_fits() -> None:
     assert state.weights + state.gradients + state.moments == pytest.approx(121.8e9, rel=0.01)
     assert derived.use == "at most 68.15 GB in the rollout, 140.97 GB in the update of 143.27 GB"
     together = found("7B", 1, H200, "actor.offload=none", "actor.recompute=none", f"{TOKENS}=13312")
-    remedy = "leave actor.offload and actor.recompute out, give the learner more ranks, or lower rollout.max_new_tokens"
+    remedy = f"leave actor.offload and actor.recompute out, lower {TOKENS}, or give the learner more ranks"
     assert together.problem == f"an update needs 201.89 GB; {remedy}"
 
 
@@ -314,6 +323,49 @@ def test_an_evaluation_loads_weights_that_fit_the_card(
     assert f"{loaded} in the loading of the models" in given.use
     needs = f"the loading of the models needs {loaded}; set actor.offload=always, or give the learner more"
     assert given.problem.startswith(needs) == (expected == "always")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        # 65,536 given tokens do not fit, though a sequence of 640 would.
+        (
+            ("1.7B", 1, 24, f"{TOKENS}=65536"),
+            f"an update needs 24.48 GB; lower {TOKENS}, or give the learner more ranks",
+        ),
+        (
+            ("7B", 8, 80, *PPO, "actor.recompute=none", "critic.max_tokens_per_micro_batch=65536"),
+            "; lower critic.max_tokens_per_micro_batch, or give the learner more ranks",
+        ),
+        (
+            ("7B", 8, 24, "rollout.max_new_tokens=99999"),
+            "; lower rollout.max_new_tokens, or give the learner more ranks",
+        ),
+        (("7B", 8, 24, *TOOLS), "; lower environment.max_conversation_tokens, or give the learner more ranks"),
+        # 27.4 GB of training state do not fit with any length.
+        (("1.7B", 1, 24, f"{OFFLOAD}=rollout", f"{RECOMPUTE}=none"), "recompute out, or give the learner more ranks"),
+        # 15.24 GB of weights and 2.8 GB besides do not fit into a twentieth of the card, though 80 GB are left.
+        (("7B", 1, 141, f"{FRACTION}=0.05"), f"7.46 GB are left for it; raise {FRACTION}, or raise rollout.tensor"),
+        # 640 tokens and two blocks of 57,344 bytes each are 36.75 MiB.
+        (
+            ("7B", 1, 141, "rollout.kv_cache_mb=10"),
+            "rollout.kv_cache_mb: got 10, but one sequence of full length needs 37; raise",
+        ),
+        (("7B", 1, 141, "rollout.kv_cache_mb=36"), "got 36, but one sequence of full length needs 37; raise it"),
+        (("7B", 1, 141, "rollout.kv_cache_mb=37"), ""),
+        (("14B", 8, 24, "placement.rollout=0-3", "placement.actor=4-7"), "for it; raise rollout.tensor_parallel_size"),
+        (
+            ("7B", 1, H200, *MANY_AT_ONCE),
+            "of logprobs needs 182.88 GB; lower inference.max_tokens_per_micro_batch, or give",
+        ),
+        (("7B", 1, H200, "inference.max_tokens_per_micro_batch=262144"), ""),
+    ],
+)
+def test_remedies_name_what_helps(arguments: tuple[Any, ...], expected: str) -> None:
+    problem = found(*arguments).problem
+    assert expected in problem and bool(expected) == bool(problem)
+    if expected.endswith(("ranks", "size")):
+        assert problem.endswith(expected), problem
 
 
 def problem_of_evaluation() -> tuple[Config, Placement, Models, int]:
