@@ -67,7 +67,8 @@ def _derive(config: Config, placement: Placement, gpus: Sequence[Mapping[str, An
     folders = {setting: local_folder(path) for setting, path in config.model_paths.items()}
     models = read_models(config, {setting: folder for setting, folder in folders.items() if folder})
     smallest = min((gpu.get("total", 0) for gpu in gpus), default=0)
-    return derive(config, placement, models, smallest, trains)
+    are_alike = len({gpus[rank].get("name") for rank in placement.ranks("rollout")}) < 2
+    return derive(config, placement, models, smallest, trains, are_alike)
 
 
 def _check_role(role: RoleMemory, config: Config, gpus: Sequence[Mapping[str, Any]]) -> Finding:

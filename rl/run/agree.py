@@ -22,9 +22,10 @@ from rl.world.world import World
 
 @dataclass(frozen=True)
 class DeviceMemory(Message):
-    """Tell the leader the memory of a rank's GPU."""
+    """Tell the leader the memory and the model of a rank's GPU."""
 
     num_bytes: int  # 0: the rank has none
+    model: str = ""
     awaited = "the memory of the GPUs"
 
 
@@ -48,10 +49,13 @@ def agree_on_settings(
     world: World, placement: Placement, config: Config, folders: Mapping[str, Path], trains: bool = True
 ) -> dict[str, Any]:
     """Return a value for each setting that the user has left open. Called on every rank, once GPUs may be used."""
-    world.mail.send(placement.leader, DeviceMemory(device_bytes(world.device)))
+    world.mail.send(placement.leader, DeviceMemory(device_bytes(world.device), _device_model(world.device)))
     if world.rank == placement.leader:
-        smallest = min(world.mail.receive(DeviceMemory).message.num_bytes for _ in range(placement.world_size))
-        derived = derive(config, placement, read_models(config, folders) if smallest else None, smallest, trains)
+        letters = [world.mail.receive(DeviceMemory) for _ in range(placement.world_size)]
+        smallest, sampling = min(letter.message.num_bytes for letter in letters), placement.ranks("rollout")
+        are_alike = len({letter.message.model for letter in letters if letter.source in sampling}) < 2
+        models = read_models(config, folders) if smallest else None
+        derived = derive(config, placement, models, smallest, trains, are_alike)
         if derived.values and smallest:
             about = f" ({derived.use})" if derived.use else ""
             print(f"oneworld: derived for GPUs of {format_bytes(smallest)}: {derived.line()}{about}", flush=True)
@@ -67,6 +71,10 @@ def device_bytes(device: torch.device | None = None) -> int:
     """Return the memory of a GPU, by default that of the first one. Return 0 if there is none."""
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+
+
+def _device_model(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
 
 
 def agree_on_steps(world: World, placement: Placement, config: Config, data: Data | None) -> Config:

@@ -126,9 +126,15 @@ def nominal_bytes(num_gb: float) -> int:
 
 
 def derive(
-    config: Config, placement: Placement, models: Models | None, device_bytes: int, trains: bool = True
+    config: Config,
+    placement: Placement,
+    models: Models | None,
+    device_bytes: int,
+    trains: bool = True,
+    alike: bool = True,
 ) -> Derived:
-    """Fill in the settings that are open. `device_bytes` is the memory of the smallest GPU; 0: the ranks have none."""
+    """Fill in the settings that are open. `device_bytes` is the memory of the smallest GPU; 0: the ranks have none.
+    `alike`: all engines have the same kind of GPU."""
     names = open_settings(config)
     if not device_bytes:
         return Derived(derive_for_cpu(config), dict.fromkeys(names, "on a CPU"))
@@ -136,7 +142,7 @@ def derive(
         config = with_values(config, {name: ON_CPU[name] for name in names if name in (SLOTS, FRACTION)})
         names = open_settings(config)
     largest_share = max((placement.engine_shares or {}).values(), default=0.0)
-    slots = count_slots(config, max(1, len(placement.engines)), largest_share, trains)
+    slots = count_slots(config, max(1, len(placement.engines)), largest_share, trains, alike)
     reasons = {SLOTS: slots.reason}
     if SLOTS in names:
         config = with_values(config, {SLOTS: slots.number})

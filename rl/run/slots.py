@@ -14,17 +14,24 @@ class Slots(NamedTuple):
     reason: str
 
 
-def count_slots(config: Config, num_engines: int, largest_share: float = 0.0, trains: bool = True) -> Slots:
+def count_slots(
+    config: Config, num_engines: int, largest_share: float = 0.0, trains: bool = True, are_alike: bool = True
+) -> Slots:
     """Return the slots of each engine. `largest_share` is the stated share of the engine with the most work; 0: no
-    shares are stated."""
+    shares are stated. Then faster engines get more than others, unless their GPUs `are_alike`."""
     num_samples, num_prompts = config.rollout.num_samples_per_prompt, config.train.num_prompts_per_step
-    num_groups = math.ceil(num_prompts * (largest_share or 1 / num_engines) - 1e-9)
-    num_sequences, why = num_groups * num_samples, "the sequences of a step per engine"
+    share, extra = largest_share or 1 / num_engines, []
+    if share < 1 and not (are_alike or largest_share):  # how much faster they are is not known yet
+        share, extra = min(1.0, 2 * share), ["engines that are faster than others"]
+    num_sequences = math.ceil(num_prompts * share - 1e-9) * num_samples
     if config.rollout.max_rounds > 1:
-        num_sequences, why = 2 * num_sequences, f"twice {why}, for responses that are carried over"
+        num_sequences, extra = 2 * num_sequences, [*extra, "responses that are carried over"]
+    why = "the sequences of a step per engine"
+    if extra:
+        why = f"{'twice' if len(extra) == 1 else '4 times'} {why}, for {' and '.join(extra)}"
     wanted = num_sequences
     if config.eval.interval or not trains:
-        num_evaluated = math.ceil(config.eval.num_prompts / num_engines) * config.eval.num_samples or MAX_EVAL_SLOTS
+        num_evaluated = math.ceil(config.eval.num_prompts * share - 1e-9) * config.eval.num_samples or MAX_EVAL_SLOTS
         # An engine counts its room in groups of the training, and a part of a group is no room.
         num_evaluated = min(math.ceil(num_evaluated / num_samples) * num_samples, MAX_EVAL_SLOTS)
         if num_evaluated > wanted:

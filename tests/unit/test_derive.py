@@ -417,8 +417,8 @@ def test_models_are_read_from_their_folders(tmp_path: Path) -> None:
 class LoopbackMail:
     """Deliver what all ranks send to the leader, and what the leader sends to each rank."""
 
-    def __init__(self, sizes: Sequence[int]):
-        self.inbox: list[Any] = [DeviceMemory(size) for size in sizes]
+    def __init__(self, sizes: Sequence[int], models: Sequence[str] = ("", "", "")):
+        self.inbox = [Letter(rank, DeviceMemory(*about)) for rank, about in enumerate(zip(sizes, models, strict=False))]
         self.answers: dict[int, Any] = {}
 
     def send(self, rank: int, message: Any) -> None:
@@ -426,7 +426,7 @@ class LoopbackMail:
             self.answers[rank] = msgspec.json.decode(msgspec.json.encode(message), type=DerivedSettings)
 
     def receive(self, kind: type) -> Letter[Any]:
-        return Letter(0, self.inbox.pop() if kind is DeviceMemory else self.answers[0])
+        return self.inbox.pop() if kind is DeviceMemory else Letter(0, self.answers[0])
 
 
 @pytest.mark.parametrize(
@@ -460,6 +460,33 @@ def test_all_ranks_get_what_the_leader_derives(
     assert values == expected and mail.answers[0] == mail.answers[1]
     line = f"{SLOTS}={expected[0]} {FRACTION}={expected[1]} {TOKENS}={expected[2]} {OFFLOAD}=none {RECOMPUTE}=none"
     assert (line in capsys.readouterr().out) == bool(min(sizes)), "on a CPU nothing is derived"
+
+
+@pytest.mark.parametrize(
+    ("models", "settings", "slots"),
+    [
+        (["H100", "H100", "H100"], [], 176),  # 22 of 64 groups
+        (
+            ["H100", "A100", "A100"],
+            [],
+            344,
+        ),  # 43 groups, so that an engine that is twice as fast has room for its share
+        (["H100", "A100", "A100"], ["placement.rollout=1-2", "placement.actor=0"], 256),  # the engines are alike
+        (["H100", "A100"], ["rollout.tensor_parallel_size=2"], 512),  # one engine has them all
+        (["H100", "A100", "A100"], ["rollout.max_tokens_per_round=100"], 688),
+        (["H100", "A100", "A100"], ["placement.rank_weights=[1]"], 176),  # shares are stated
+        (["H100", "A100", "A100"], ["eval.interval=5", "train.num_prompts_per_step=3", "eval.num_prompts=99"], 72),
+    ],
+)
+def test_engines_that_may_be_faster_than_others_have_slots_for_more_than_an_even_share(
+    models: list[str], settings: list[str], slots: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_model(tmp_path / "qwen", QWEN_7B)
+    monkeypatch.setattr(agree, "device_bytes", lambda device: H200)
+    config, mail = configured(*settings), LoopbackMail([H200] * len(models), models)
+    world: Any = SimpleNamespace(rank=0, device=torch.device("cpu"), mail=mail)
+    values = agree_on_settings(world, placed(config, len(models)), config, {"model.path": tmp_path / "qwen"})
+    assert values[SLOTS] == slots
 
 
 def test_a_run_that_is_not_expected_to_fit_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
