@@ -24,6 +24,8 @@ from rl.report.accounting import ACCOUNTING
 from rl.report.record import RECORD
 from rl.report.rows import METRICS, ROLLOUTS, read_metrics
 from rl.rollout.simulate import Setup, Speeds, Workload, estimate_step
+from rl.run.derive import SLOTS, with_values
+from rl.run.slots import count_slots
 
 MIN_STEPS, MAX_STEPS = 3, 50  # that are used
 NUM_GROUPS = 512  # whose lengths are drawn from the histogram
@@ -71,6 +73,7 @@ class MeasuredRun:
     step_s: float  # mean of time/step
     num_steps: int  # that were used
     bound: str  # of the last step
+    gpus: frozenset[str] = frozenset()  # models of the GPUs; empty: rollout.max_num_seqs was not derived from ranks
 
     @property
     def is_shared(self) -> bool:
@@ -82,6 +85,15 @@ class MeasuredRun:
         limit = rollout.max_tokens_per_round if rollout.max_rounds > 1 else 0
         setup = Setup(len(placement.engines), len(placement.actors), len(placement.scorers), limit, rollout.ahead)
         return Candidate(setup, None, self.is_shared, self.config.actor.overlap)
+
+    def work_of(self, setup: Setup) -> Workload:
+        """Return the work with the slots that engines would have. Derived slots depend on engines and rounds."""
+        if not self.gpus:
+            return self.work
+        config = with_values(self.config, {"rollout.max_tokens_per_round": setup.limit})
+        slots = count_slots(config, setup.num_engines, are_alike=len(self.gpus) == 1)
+        config = with_values(config, {SLOTS: slots.number})
+        return replace(self.work, max_num_groups=config.rollout.max_num_groups)
 
 
 @dataclass(frozen=True)
@@ -100,7 +112,7 @@ def read_run(folder: Path) -> MeasuredRun:
     """Read the files of a run. Raise SuggestionError if they do not tell enough."""
     if not folder.is_dir():
         raise SuggestionError(f"there is no directory {folder}; give the directory of a run, such as runs/demo")
-    config = _read_config(folder / RECORD)
+    config, gpus = _read_record(folder / RECORD)
     if config.environment.is_set:
         raise SuggestionError(
             f"{folder} is a run with environments, whose engines also wait for tools. How long those would take with "
@@ -126,9 +138,8 @@ def read_run(folder: Path) -> MeasuredRun:
         raise SuggestionError(f"the placement in {folder / RECORD} does not fit the run's ranks: {error}") from error
     work = _read_work(folder, config, rows, used)
     speeds = _measure_speeds(placement, rows, used)
-    return MeasuredRun(
-        config, placement, work, speeds, fmean(row["time/step"] for row in rows), len(used), used[-1]["bound"]
-    )
+    step_s = fmean(row["time/step"] for row in rows)
+    return MeasuredRun(config, placement, work, speeds, step_s, len(used), used[-1]["bound"], gpus)
 
 
 def count_warm_up(config: Config) -> int:
@@ -136,9 +147,15 @@ def count_warm_up(config: Config) -> int:
     return 2 * (config.rollout.max_rounds + config.rollout.ahead)
 
 
-def _read_config(path: Path) -> Config:
+def _read_record(path: Path) -> tuple[Config, frozenset[str]]:
+    """Return the settings, and the models of the GPUs from which its slots were derived. Stated shares of engines
+    cannot be compared with those of other placements, so slots stay as they are then."""
     try:
-        return msgspec.convert(json.loads(path.read_text())["config"], Config)
+        record = json.loads(path.read_text())
+        config = msgspec.convert(record["config"], Config)
+        is_derived = SLOTS in record.get("derived", []) and not config.placement.get("rank_weights")
+        gpus = [node["gpus"] for node in record["nodes"]] if is_derived else []
+        return config, frozenset(itertools.chain(*gpus)) if all(gpus) else frozenset()
     except FileNotFoundError:
         raise SuggestionError(
             f"there is no {path}, which has the settings of the run; a run writes it when it starts, so start this run "
@@ -283,7 +300,8 @@ def suggest(folder: Path, max_lag: int | None = None) -> Suggestion:
 
     def estimate(candidate: Candidate) -> float:
         speeds = run.speeds if candidate.is_shared else replace(run.speeds, handover=0.0)
-        work = run.work if candidate.overlaps else replace(run.work, overlap=0.0)
+        work = run.work_of(candidate.setup)
+        work = work if candidate.overlaps else replace(work, overlap=0.0)
         return estimate_step(work, speeds, candidate.setup, num_steps)
 
     modelled_s = estimate(run.present)

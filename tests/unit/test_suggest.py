@@ -17,7 +17,8 @@ from rl.data.batch import batch_of_responses
 from rl.data.group_file import StoredGroup, groups_to_bytes
 from rl.placement.roles import plan
 from rl.rollout.simulate import Setup, SimulatedTask, Speeds, Workload, estimate_step, time_round
-from rl.run.derive import derive_for_cpu
+from rl.run.derive import SLOTS, derive_for_cpu, open_settings, with_values
+from rl.run.slots import count_slots
 from rl.run.suggest import SuggestionError, read_run, suggest
 from tools.suggest_placement import describe
 
@@ -94,17 +95,22 @@ def test_short_rounds_do_not_wait_for_the_longest_response() -> None:
 
 
 def write_run(
-    folder: Path, *overrides: str, num_ranks: int = 8, num_steps: int = 8, step_s: float | None = None
+    folder: Path, *overrides: str, num_ranks: int = 8, num_steps: int = 8, step_s: float | None = None, gpu: str = ""
 ) -> Path:
-    """Write the files of a run whose ranks have SPEEDS, and whose responses all have LENGTH tokens."""
+    """Write the files of a run whose ranks have SPEEDS, and whose responses all have LENGTH tokens. On a GPU, its slots
+    are derived."""
     settings = [f"train.num_prompts_per_step={NUM_PROMPTS}", f"rollout.num_samples_per_prompt={NUM_SAMPLES}"]
-    config = derive_for_cpu(load_config(None, [*settings, f"rollout.max_new_tokens={LENGTH}", *overrides]))
+    given = load_config(None, [*settings, f"rollout.max_new_tokens={LENGTH}", *overrides])
+    config, derived = derive_for_cpu(given), open_settings(given)
     tp = config.rollout.tensor_parallel_size
     placement = plan(config.placement, 1, num_ranks, tp, config.actor.num_replicas)
     num_engines, num_actors = len(placement.engines), len(placement.actors)
     rollout_s, update_s = sampling_s(num_engines), training_s(num_actors)
     folder.mkdir(parents=True)
-    (folder / "run.json").write_text(json.dumps({"config": asdict(config)}))
+    if gpu and SLOTS in derived:
+        config = with_values(config, {SLOTS: count_slots(config, num_engines).number})
+    nodes = [{"gpus": [gpu] * num_ranks if gpu else []}]
+    (folder / "run.json").write_text(json.dumps({"config": asdict(config), "derived": derived, "nodes": nodes}))
     if step_s is None:
         turns = max(rollout_s, update_s) if config.rollout.ahead else rollout_s + update_s
         step_s = turns + SPEEDS.sync
@@ -140,6 +146,25 @@ def test_speeds_and_lengths_are_those_of_the_run(tmp_path: Path) -> None:
     assert {length for group in run.work.groups for length in group} == {LENGTH}
     assert {len(group) for group in run.work.groups} == {NUM_SAMPLES}
     assert run.step_s == pytest.approx(sampling_s(2) + training_s(6) + SPEEDS.sync)
+
+
+def test_derived_slots_follow_the_number_of_engines_and_the_rounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of 11 engines gets 2 of 16 groups, and so 8 slots. With 3 groups on each of 7, actors would be faster."""
+    monkeypatch.setattr(sys.modules[__name__], "SPEEDS", replace(SPEEDS, train_token=0.002))
+    many = ["placement.rollout=11 ranks", "placement.actor=rest", "eval.interval=0"]
+    derived = write_run(tmp_path / "derived", *many, num_ranks=12, gpu="H100")
+    run = read_run(derived)
+    assert run.config.rollout.max_num_seqs == 8 and run.work.max_num_groups == 2
+    pairs = [(engines, limit) for engines in (2, 4) for limit in (0, 8)]
+    found = [run.work_of(Setup(engines, 12 - engines, limit=limit)).max_num_groups for engines, limit in pairs]
+    assert found == [8, 16, 4, 8], "twice as many with rounds"
+    given = write_run(tmp_path / "given", *many, "rollout.max_num_seqs=8", num_ranks=12, gpu="H100")
+    on_cpu = write_run(tmp_path / "cpu", *many, num_ranks=12)
+    (best, slower, same) = (suggest(folder).best for folder in (derived, given, on_cpu))
+    assert best is not None and slower is not None and best == same
+    assert (best.candidate.setup.num_engines, slower.candidate.setup.num_engines) == (7, 8), "8 slots stay 8"
 
 
 def test_the_best_split_and_its_gain(tmp_path: Path) -> None:
