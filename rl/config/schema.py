@@ -261,7 +261,8 @@ class RolloutConfig:
     kv_cache_mb: int = key(0, "KV cache per rank in MiB; 0: 256 on a CPU, gpu_memory_fraction on a GPU.", NOT_NEGATIVE)
     gpu_memory_fraction: float = key(
         0.0,
-        "Share of a GPU's memory that an engine may use; 0: derived. On a GPU of its own 0.9. Beside a learner, what "
+        "Share of a GPU's memory that an engine may use; 0: derived. On a GPU of its own 0.9, less with many "
+        "sequences, which need memory to sample. Beside a learner, what "
         "the engine needs for all its sequences, and at most what the learner leaves free.",
         FROM_0_BELOW_1,
     )

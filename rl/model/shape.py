@@ -116,6 +116,11 @@ SHAPE_NAMES = {
     "head_dim": ("head_dim",),
     "vocabulary": ("vocab_size",),
 }
+# Families in which a missing tie_word_embeddings means True. transformers leaves it out if it is.
+TIED_FAMILIES = (
+    *("gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n_text", "gpt2", "gpt_neo", "opt", "bloom", "falcon", "mpt"),
+    *("smollm3", "cohere", "cohere2", "starcoder2", "ernie4_5", "lfm2"),
+)
 QK_NORM_FAMILIES = ("qwen3", "qwen3_moe", "gemma3_text", "olmo2")
 
 
@@ -123,10 +128,12 @@ def read_shape(folder: Path) -> ModelShape | None:
     """Return the sizes in a model's config.json, or None if it lacks the number of layers, their width, or the
     vocabulary."""
     try:
-        about = json.loads((folder / "config.json").read_text())
+        whole = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError):
         return None
-    about = about.get("text_config") or about  # of a model that also reads images
+    about = whole.get("text_config") or whole if isinstance(whole, dict) else None  # of a model that also reads images
+    if not isinstance(about, dict):
+        return None
     found: dict[str, int] = {}
     for size, names in SHAPE_NAMES.items():
         values = [about.get(name) for name in names]
@@ -136,6 +143,7 @@ def read_shape(folder: Path) -> ModelShape | None:
     heads = found["num_heads"] or max(1, found["hidden"] // 64)
     experts, width = about.get("num_experts_per_tok"), about.get("moe_intermediate_size")
     intermediate = experts * width if experts and width else found["intermediate"] or 4 * found["hidden"]
+    tied = [each["tie_word_embeddings"] for each in (about, whole) if each.get("tie_word_embeddings") is not None]
     return ModelShape(
         found["num_layers"],
         found["hidden"],
@@ -144,7 +152,7 @@ def read_shape(folder: Path) -> ModelShape | None:
         found["num_kv_heads"] or heads,
         found["head_dim"] or max(1, found["hidden"] // heads),
         found["vocabulary"],
-        is_tied=about.get("tie_word_embeddings") is True,
+        is_tied=tied[0] is True if tied else about.get("model_type") in TIED_FAMILIES,
         has_qk_norm=about.get("model_type") in QK_NORM_FAMILIES,
     )
 
@@ -203,6 +211,10 @@ def _check_targets(config: Config, folder: Path) -> None:
 def check_model(config: Config, model_folder: Path) -> None:
     """Raise ConfigError if the settings do not fit the model's config.json."""
     shape = json.loads((model_folder / "config.json").read_text())
+    if not isinstance(shape, dict):
+        raise ConfigError(
+            f"{model_folder}/config.json has no settings of a model; give the folder of a Hugging Face model"
+        )
     heads, tp = shape.get("num_attention_heads", 0), config.rollout.tensor_parallel_size
     if heads % tp:
         divisors = [n for n in range(1, heads + 1) if heads % n == 0]

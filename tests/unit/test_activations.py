@@ -158,11 +158,36 @@ def test_the_shape_of_the_shipped_model() -> None:
         ({"num_hidden_layers": 2, "hidden_size": 64}, None),
         ({"num_hidden_layers": "two", "hidden_size": 64, "vocab_size": 10}, None),
         ({}, None),
+        ([], None),
+        (None, None),
+        ({"text_config": "two layers"}, None),
     ],
 )
-def test_sizes_in_config_json(about: dict[str, Any], shape: ModelShape | None, tmp_path: Path) -> None:
+def test_sizes_in_config_json(about: Any, shape: ModelShape | None, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(about))
     assert read_shape(tmp_path) == shape
+
+
+@pytest.mark.parametrize(
+    ("about", "is_tied"),
+    [
+        ({"model_type": "llama"}, False),
+        ({"model_type": "gemma2"}, True),  # transformers writes the key only if it is not the default of the family
+        ({"model_type": "smollm3", "tie_word_embeddings": None}, True),
+        ({"model_type": "gemma2", "tie_word_embeddings": False}, False),
+        ({"text_config": {"model_type": "llama"}, "tie_word_embeddings": True}, True),
+        ({"text_config": {"tie_word_embeddings": False}, "tie_word_embeddings": True}, False),
+        ({"text_config": {"model_type": "gemma3_text"}}, True),
+    ],
+)
+def test_whether_the_output_layer_has_the_weights_of_the_embedding(
+    about: dict[str, Any], is_tied: bool, tmp_path: Path
+) -> None:
+    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 10}
+    about |= {"text_config": sizes | about["text_config"]} if "text_config" in about else sizes
+    (tmp_path / "config.json").write_text(json.dumps(about))
+    shape = read_shape(tmp_path)
+    assert shape is not None and shape.is_tied == is_tied
 
 
 def test_a_folder_without_config_json_has_no_shape(tmp_path: Path) -> None:

@@ -527,6 +527,21 @@ def test_long_sequences_need_memory_for_the_results_of_their_parts() -> None:
     assert long - short == 4 * 8 * 16 * 129 * 5  # 8,320 tokens have 5 parts
 
 
+def test_engines_of_several_ranks_have_buffers_for_their_collectives() -> None:
+    """1 GB. In return, a step of 4,096 tokens has half of the activations of the MLP: 3 x 3,072 of 2 bytes."""
+    alone, pair = (engine_of([f"rollout.tensor_parallel_size={size}"]).other for size in (1, 2))
+    assert pair - alone == 1_000_000_000 - 4096 * 2 * 3 * 3072 // 2
+
+
+def test_offloaded_moments_of_the_policy_are_away_while_the_critic_is_trained() -> None:
+    """With `moments`, those of the critic return when activations are freed, and those of the policy after that."""
+    given = [*PPO, f"{RECOMPUTE}=full", "critic.recompute=none", f"{TOKENS}=5000"]
+    peaks = [found("7B", 8, 80, *given, f"{OFFLOAD}={offload}").use for offload in ("none", "moments")]
+    none, away = (float(re.findall(r"([\d.]+) GB in the update", use)[0]) for use in peaks)
+    moments = 8 * SHAPES["7B"].size.num_parameters / 8 / 1e9
+    assert none - away == pytest.approx(2 * moments, abs=0.02), "of policy and critic"
+
+
 def test_a_given_cache_is_what_an_engine_takes() -> None:
     """vLLM ignores the share of the GPU then, so it is no reason to offload."""
     given = found("7B", 4, 80, "rollout.kv_cache_mb=8000", f"{FRACTION}=0.9")

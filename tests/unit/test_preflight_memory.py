@@ -299,6 +299,13 @@ def test_targets_are_compared_with_the_files_of_the_model(target: str) -> None:
     check_model(load_config(overrides=[f"model.lora.targets=[{target}]"]), ROOT / "configs/tiny")
 
 
+@pytest.mark.parametrize("text", ["[]", "null"])
+def test_a_config_json_without_settings_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match="config.json has no settings of a model; give the folder of a Hugging Face"):
+        check_model(load_config(), tmp_path)
+
+
 def test_7_billion_parameters_fit_one_card_with_adapters(tmp_path: Path) -> None:
     """15.2 GB of frozen weights and 0.65 GB of adapters beside an engine that fills half of 80 GB. All of it would
     need 122 GB."""
