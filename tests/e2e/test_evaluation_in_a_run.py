@@ -219,7 +219,7 @@ def test_signals_during_an_evaluation(tmp_path: Path) -> None:
     the end of the evaluation. Both on two actor ranks."""
     folder = tmp_path / "run"
     settings = ["rollout.engine=fake", "train.num_prompts_per_step=2", "rollout.num_samples_per_prompt=2"]
-    settings += ["eval.interval=1", "eval.num_prompts=100", "rollout.max_num_seqs=2", "checkpoint.save_interval=0"]
+    settings += ["eval.interval=1", "eval.num_prompts=200", "rollout.max_num_seqs=2", "checkpoint.save_interval=0"]
     settings += ["debug.save_rollouts=true"]
     script = ["tests/e2e/broken_train.py", "slow engines", "0", f"run.dir={tmp_path}", "run.name=run", *settings]
     process = start("--nproc-per-node=2", *script, "train.num_steps=100")

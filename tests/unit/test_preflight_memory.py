@@ -302,7 +302,7 @@ def test_targets_are_compared_with_the_files_of_the_model(target: str) -> None:
 @pytest.mark.parametrize("text", ["[]", "null"])
 def test_a_config_json_without_settings_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"config\.json has no settings of a model; give the folder of a Hugging Face"):
+    with pytest.raises(ConfigError, match=r"config\.json has no settings of a model; give the folder of a"):
         check_model(load_config(), tmp_path)
 
 
