@@ -370,7 +370,7 @@ class _Search:
     def _remedies_of_update(self, config: Config, given: Config) -> list[str]:
         """Return what would lower the peak of an update."""
         remedies, longest = [], _longest(config)
-        if "auto" not in (given.actor.offload, given.actor.recompute):
+        if {given.actor.offload, given.actor.recompute} != {"auto"}:
             remedies.append("leave actor.offload and actor.recompute out")
         limits = {TOKENS: given.actor.max_tokens_per_micro_batch}
         if config.algo.has_critic:

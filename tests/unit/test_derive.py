@@ -335,7 +335,7 @@ def test_an_evaluation_loads_weights_that_fit_the_card(
         ),
         (
             ("7B", 8, 80, *PPO, "actor.recompute=none", "critic.max_tokens_per_micro_batch=65536"),
-            "; lower critic.max_tokens_per_micro_batch, or give the learner more ranks",
+            "recompute out, lower critic.max_tokens_per_micro_batch, or give the learner more ranks",
         ),
         (
             ("7B", 8, 24, "rollout.max_new_tokens=99999"),
@@ -344,6 +344,7 @@ def test_an_evaluation_loads_weights_that_fit_the_card(
         (("7B", 8, 24, *TOOLS), "; lower environment.max_conversation_tokens, or give the learner more ranks"),
         # 27.4 GB of training state do not fit with any length.
         (("1.7B", 1, 24, f"{OFFLOAD}=rollout", f"{RECOMPUTE}=none"), "recompute out, or give the learner more ranks"),
+        (("1.7B", 1, 24, f"{OFFLOAD}=rollout"), "; leave actor.offload and actor.recompute out, or give the learner"),
         # 15.24 GB of weights and 2.8 GB besides do not fit into a twentieth of the card, though 80 GB are left.
         (("7B", 1, 141, f"{FRACTION}=0.05"), f"7.46 GB are left for it; raise {FRACTION}, or raise rollout.tensor"),
         # 640 tokens and two blocks of 57,344 bytes each are 36.75 MiB.
