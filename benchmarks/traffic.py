@@ -1,8 +1,8 @@
 """Model what a step sends between GPUs, and what bounds it there. Needs no GPU. Prints one JSON line.
 
-    python benchmarks/traffic.py [--model 1.7b] [--rollout-s 6.17] [--update-s 5.16] [--other-s 0.2] [--tokens 294400]
-                                 [--max-tokens 20480] [--nvlink 300] [--network 45] [--latency-us 30] [--local 240]
-                                 [--table]
+    python benchmarks/traffic.py [--model qwen3-0.6b] [--rollout-s 3.88] [--update-s 2.67] [--other-s 0.12]
+                                 [--tokens 294400] [--max-tokens 20480] [--nvlink 300] [--network 45]
+                                 [--latency-us 30] [--local 240] [--table]
 
 Process groups and bytes follow from the placement (rl/placement), the plan of a weight sync (rl/sync/plan.py) and
 FSDP's shards, for several placements of 8 GPUs and of 4 x 8. tests/distributed/test_traffic.py counts the same in real
@@ -315,10 +315,10 @@ def table_of(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=[name for name in SHAPES if SHAPES[name].layers], default="1.7b")
-    parser.add_argument("--rollout-s", type=float, default=6.17)
-    parser.add_argument("--update-s", type=float, default=5.16)
-    parser.add_argument("--other-s", type=float, default=0.2)
+    parser.add_argument("--model", choices=[name for name in SHAPES if SHAPES[name].layers], default="qwen3-0.6b")
+    parser.add_argument("--rollout-s", type=float, default=3.88)
+    parser.add_argument("--update-s", type=float, default=2.67)
+    parser.add_argument("--other-s", type=float, default=0.12)
     parser.add_argument("--tokens", type=int, default=294400)
     parser.add_argument("--max-tokens", type=int, default=20480)
     parser.add_argument("--nvlink", type=float, default=300)

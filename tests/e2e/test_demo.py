@@ -14,6 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.hub import hub
 from tests.launcher import ROOT, activated_environment, train
 
+LINE = re.compile(r"oneworld: |step \d+/50 |demo: |.*/runs/demo: 2 ranks ")  # what the demo may print
 LAST_LINE = re.compile(r"demo: reward (\d\.\d\d) -> (\d\.\d\d) in (\d+) steps, (\d+) s, engine vllm \d+\.\d+\.\d+")
 METRICS = [
     *("reward/mean", "loss/policy", "policy/mismatch_kl", "policy/entropy", "rollout/tokens", "rollout/length_mean"),
@@ -45,6 +46,7 @@ def test_make_demo(tmp_path: Path) -> None:
     assert demo.returncode == 0, demo.stdout[-3000:] + demo.stderr[-3000:]
     last = LAST_LINE.fullmatch(demo.stdout.splitlines()[-1])
     assert last, demo.stdout[-500:]
+    assert [line for line in (demo.stdout + demo.stderr).splitlines() if not LINE.match(line)] == []
     folder = tmp_path / "runs" / "demo"
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][1:]
     assert [row["step"] for row in rows] == list(range(1, int(last[3]) + 1))

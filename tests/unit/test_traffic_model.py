@@ -62,11 +62,11 @@ def test_computation_hides_communication(case: Case) -> None:
 def test_the_needed_network_adds_five_percent() -> None:
     args = traffic.arguments().parse_args([])
     with torch.device("meta"):
-        tensors = traffic.tensors_of(traffic.AutoModelForCausalLM.from_config(traffic.config_of("1.7b")))
+        tensors = traffic.tensors_of(traffic.AutoModelForCausalLM.from_config(traffic.config_of("qwen3-0.6b")))
     model, links = StepModel(CASES[2], tensors, args), Links(300e9, 45e9, 30e-6)
     needed = model.network_needed(links)
     assert needed is not None
-    free = model.step_s(model.seconds(links) | {"exposed": 0.0, "sync": 3422752768 / 240e9})
+    free = model.step_s(model.seconds(links) | {"exposed": 0.0, "sync": 1192099840 / 240e9})
     slow = model.step_s(model.seconds(Links(300e9, needed, 30e-6)))
     assert slow / free == pytest.approx(1.05, abs=0.001)
     assert StepModel(CASES[0], tensors, args).network_needed(links) is None

@@ -31,5 +31,6 @@ os.environ.update(
 if not torch.cuda.is_available():
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # otherwise vLLM's sampler calls a C++ compiler, 9 s on first use
 
-logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # it warns on every CPU rank that Triton is missing
+for name in ("torch._library.triton", "vllm.triton_utils.importing"):
+    logging.getLogger(name).setLevel(logging.ERROR)  # they warn on every CPU rank that Triton is missing
 warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")  # vLLM uses deprecated names of torch
