@@ -179,8 +179,9 @@ class Server:
         """Give calls to idle workers, and while calls are quick also to those that will soon be idle."""
         if not self._calls:
             return
-        is_quick = self._mean_s <= QUICK_S
-        others = [worker for worker in self._workers if 0 < len(worker.calls) <= MAX_AT_ONCE // 2] if is_quick else []
+        is_quick, slow_since = self._mean_s <= QUICK_S, time.monotonic() - QUICK_S
+        busy = [worker for worker in self._workers if worker.calls] if is_quick else []
+        others = [each for each in busy if len(each.calls) <= MAX_AT_ONCE // 2 and each.began_at >= slow_since]
         free = [*self._idle, *others]
         for number, worker in enumerate(free):
             share = -(-len(self._calls) // (len(free) - number))

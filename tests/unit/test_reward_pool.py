@@ -206,6 +206,34 @@ def test_the_time_limit_counts_from_the_start_of_a_call_and_calls_keep_their_ord
 
 
 @pytest.mark.usefixtures("mark")
+def test_quick_calls_do_not_wait_for_one_that_hangs(tmp_path: Path) -> None:
+    """While calls are quick, workers get several at once, but not behind a call that has already run for long."""
+    begun, file = tmp_path / "begun", tmp_path / "hangs.py"
+    file.write_text(
+        "import pathlib, time\n"
+        "def score(prompt, response, row):\n"
+        "    if response == 'hangs':\n"
+        "        time.sleep(0.1)\n"
+        f"        pathlib.Path({str(begun)!r}).touch()\n"
+        "        time.sleep(1000)\n"
+        "    return 1.0\n"
+    )
+    pool, results = make_pool(f"{file}:score", num_workers=2, timeout_s=2.0)
+    for number in range(200):
+        pool.submit(number, "", "quick", {})
+    results.wait(200)
+    pool.submit("hangs", "", "hangs", {})
+    while not begun.exists():
+        time.sleep(0.001)
+    for number in range(200, 400):
+        pool.submit(number, "", "quick", {})
+    results.wait(401)
+    pool.close()
+    assert results.order[-1] == "hangs"
+    assert results.by_key["hangs"]["status"] == "timeout"
+
+
+@pytest.mark.usefixtures("mark")
 def test_final_answers_on_request_and_large_calls() -> None:
     pool, results = make_pool("gsm8k")
     pool.submit("plain", "", "it is 7", {"answer": "7"})
