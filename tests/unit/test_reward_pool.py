@@ -56,6 +56,25 @@ def test_ten_thousand_calls() -> None:
         assert results.by_key["a", number] == expected
 
 
+@pytest.mark.usefixtures("mark")
+def test_calls_that_are_submitted_together_are_sent_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[int] = []
+    pool, results = make_pool(SPEC)
+    send = pool._send_frames
+    monkeypatch.setattr(pool, "_send_frames", lambda frames: sent.append(len(results.by_key)) or send(frames))
+    for turn in range(2):
+        with pool.together():
+            for number in range(100):
+                pool.submit((turn, number), "", str(number), {})
+            assert len(sent) == turn, "nothing is sent before the end"
+        results.wait(100 * (turn + 1))
+    with pool.together():
+        pass
+    pool.close()
+    assert sent == [0, 100]
+    assert all(result["score"] == key[1] for key, result in results.by_key.items())
+
+
 def source_line(failure: RewardFailure) -> str:
     file, _, line = failure.place.rpartition(":")
     return Path(file).read_text().splitlines()[int(line) - 1].strip()
