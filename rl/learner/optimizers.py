@@ -85,7 +85,9 @@ class AdamW(ModelOptimizer):
         super().__init__(parameters)
         group = {"params": [*self._rows.values()]}  # may be empty: Muon may have all parameters
         betas, decay = (config.beta1, config.beta2), config.weight_decay
-        kernels = {"fused": True} if on_gpu else {"foreach": True}  # also if parameters are kept in host memory
+        # Ranks with a GPU use fused kernels also for parameters that are kept in host memory. On a CPU, fused kernels
+        # round some elements differently in small shards, and `foreach` makes another tensor of each parameter's size.
+        kernels = {"fused": True} if on_gpu else {}
         self.inner = torch.optim.AdamW([group], 0.0, betas, config.eps, decay, **kernels)
 
     def _state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
@@ -110,7 +112,8 @@ class SGD(ModelOptimizer):
     def __init__(self, parameters: Sequence[nn.Parameter], config: ActorConfig):
         super().__init__(parameters)
         self._has_momentum, decay = config.beta1 > 0, config.weight_decay
-        self.inner = torch.optim.SGD([*self._rows.values()], 0.0, config.beta1, weight_decay=decay)
+        # By default, torch would copy all gradients at once on GPUs, to add the weight decay.
+        self.inner = torch.optim.SGD([*self._rows.values()], 0.0, config.beta1, weight_decay=decay, foreach=False)
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, StatePart]:
         if not self._has_momentum:

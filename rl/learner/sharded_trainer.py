@@ -62,6 +62,7 @@ class ShardedTrainer:
         parameter = next(self.model.parameters())
         assert isinstance(parameter, DTensor)
         self._mesh = parameter.device_mesh  # [shard], or [replica, shard]
+        self._parameters = list(self.model.parameters())  # shards; a gathered model shows whole parameters instead
         self._actor, self._algo = config.actor, config.algo
         # Number of infinite or NaN outputs, counted on the device and read once per optimizer step.
         self._num_bad_outputs = torch.zeros((), dtype=torch.int64, device=self._device)
@@ -174,7 +175,7 @@ class ShardedTrainer:
         has_state = self.optimizer.has_state
         if has_state not in self._sizes:
             tensors: dict[str, list[Tensor]] = {"weights": [part.data for part in local_slices(self.model)]}
-            trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+            trained = [parameter for parameter in self._parameters if parameter.requires_grad]
             tensors["gradients"] = [local(parameter.detach()) for parameter in trained]
             moments = (self._moments(parameter) for parameter in trained if has_state)
             tensors["optimizer"] = [part.data for parts in moments for _, part in parts]
@@ -189,7 +190,7 @@ class ShardedTrainer:
         sizes = self.bytes_by_kind()
         moments = [each for kind, each in self._offloaders.items() if kind not in self.weight_kinds]
         is_offloaded = any(each.is_offloaded for each in moments)
-        has_gradients = any(parameter.grad is not None for parameter in self.model.parameters())
+        has_gradients = any(parameter.grad is not None for parameter in self._parameters)
         return sizes["weights"] + has_gradients * sizes["gradients"] + (not is_offloaded) * sizes["optimizer"]
 
     def restore_schedule(self, num_updates: int) -> None:

@@ -18,7 +18,7 @@ def _score(logits, targets, scores, temperature, row_stride, score_stride, VOCAB
     row = tl.program_id(0).to(tl.int64)
     logits += row * row_stride
     places = tl.arange(0, TILE)
-    top = -float("inf")
+    top = -1e30  # not -inf, because all logits of a tile may be that
     total = 0.0  # sum of exp(x - top)
     weighted = 0.0  # sum of x exp(x - top)
     for start in range(0, VOCAB, TILE):

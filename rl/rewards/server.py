@@ -52,6 +52,7 @@ class _Worker:
         self.channel = Channel(connection, MAX_CALL_ID, MAX_RESULT)
         self.has_started = False
         self.calls: deque[tuple[bytes, Buffer]] = deque()  # it runs the first, and the others wait for it
+        self.given_back: list[tuple[bytes, Buffer]] = []  # those that it will not run, until others get them
         self.began_at = time.monotonic()
         self.deadline = self.began_at + START_S  # of its start, then of the first call
         self.is_overdue = False  # the call has reached its time limit, and was told to write its stack
@@ -179,8 +180,9 @@ class Server:
         """Give calls to idle workers, and while calls are quick also to those that will soon be idle."""
         if not self._calls:
             return
-        is_quick = self._mean_s <= QUICK_S
-        others = [worker for worker in self._workers if 0 < len(worker.calls) <= MAX_AT_ONCE // 2] if is_quick else []
+        is_quick, slow_since = self._mean_s <= QUICK_S, time.monotonic() - QUICK_S
+        busy = [worker for worker in self._workers if worker.calls] if is_quick else []
+        others = [each for each in busy if len(each.calls) <= MAX_AT_ONCE // 2 and each.began_at >= slow_since]
         free = [*self._idle, *others]
         for number, worker in enumerate(free):
             share = -(-len(self._calls) // (len(free) - number))
@@ -201,12 +203,10 @@ class Server:
     def _read_worker(self, worker: _Worker, has_ended: bool = False) -> None:
         if worker not in self._workers:  # an earlier event of the same round removed it
             return
-        given_back: list[tuple[bytes, Buffer]] = []
         for call_id, body in worker.channel.receive_frames():
             is_start = not worker.has_started
             result = {"is_last": False} if is_start or not body else read_result(body)
             if call_id != (b"" if is_start else worker.calls[0][0] if worker.calls else None) or result is None:
-                self._calls.extendleft(reversed(given_back))
                 self._fail(worker, "crash", "its process sent an invalid result")
                 return
             is_last = result.pop("is_last")
@@ -218,19 +218,20 @@ class Server:
                     self._measure_call(worker)
                     self._begin_call(worker)
                 else:
-                    given_back.append(call)
+                    worker.given_back.append(call)
             if is_last:
-                self._calls.extendleft(reversed(given_back))
                 self._remove(worker)
                 return
-        self._calls.extendleft(reversed(given_back))
-        if worker.has_started and not worker.calls and worker not in self._idle:
-            worker.deadline = math.inf
-            self._idle.append(worker)
         self._flush(worker.channel)
         if has_ended or not worker.channel.is_open:
             wait_until_readable([worker.exit_fd], EXIT_CODE_S)
             self._fail(worker, "crash", "its process ended, closed its connection or sent too large a result")
+            return
+        self._calls.extendleft(reversed(worker.given_back))
+        worker.given_back.clear()
+        if worker.has_started and not worker.calls and worker not in self._idle:
+            worker.deadline = math.inf
+            self._idle.append(worker)
 
     def _measure_call(self, worker: _Worker) -> None:
         took_s = time.monotonic() - worker.began_at
@@ -259,9 +260,9 @@ class Server:
 
     def _remove(self, worker: _Worker) -> int | None:
         """End a worker and all processes below it. Return its exit status if it had already ended. Calls that it has
-        not begun go to others."""
+        not run go to others, in their order."""
         self._workers.remove(worker)
-        self._calls.extendleft(reversed(worker.calls))
+        self._calls.extendleft(reversed([*worker.given_back, *worker.calls]))
         if worker in self._idle:
             self._idle.remove(worker)
         self._selector.unregister(worker.channel.connection)

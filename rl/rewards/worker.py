@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
-from rl.common.framing import FrameReader, pack
+from rl.common.framing import READ_BYTES, FrameReader, pack
 from rl.rewards.failure import CallTrace, RewardFailure, describe_error
 from rl.rewards.isolation import count_pages, isolate
 from rl.rewards.process_tree import children_of
@@ -54,10 +54,10 @@ def run_worker(connection: socket.socket, functions: list[RewardFunction], serve
 
 
 def _serve(connection: socket.socket, functions: list[RewardFunction], trace: CallTrace) -> None:
-    begin, calls = count_pages(1), 0
+    begin, calls, is_last = count_pages(1), 0, False
     reader = FrameReader(connection, MAX_CALL_ID, MAX_CALL)
     connection.sendall(pack(b""))
-    while True:
+    while not is_last:
         call_id, body = reader.wait_for_frame()
         began = time.monotonic()
         trace.reset()
@@ -74,6 +74,8 @@ def _serve(connection: socket.socket, functions: list[RewardFunction], trace: Ca
         if is_last or time.monotonic() - began > SLOW_S:
             frames += b"".join(pack(waiting) for waiting, _ in reader.frames())  # without a result: given back
         connection.sendall(frames)
+    while connection.recv(READ_BYTES):  # calls that came later: the server gives them to another worker
+        pass
 
 
 def _has_children() -> bool:

@@ -36,7 +36,7 @@ from tests.update import (
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # the first test waits for the fixture's worlds
 
 TIED, UNTIED = MODELS
-# By number of ranks: what must not change the result. `idle`: a rank owns nothing.
+# By number of ranks: what must not change the result. `idle`: a rank owns nothing. `at_once`: as all small models are.
 WAYS: dict[int, list[dict[str, Any]]] = {
     1: [
         {"max_tokens": 10_000},
@@ -44,6 +44,7 @@ WAYS: dict[int, list[dict[str, Any]]] = {
         {"compile": True},
         {"compile": True, "recompute": "selective"},
         {"offload": "always"},
+        {"at_once": True},
     ],
     2: [
         {"recompute": "selective"},
@@ -51,6 +52,7 @@ WAYS: dict[int, list[dict[str, Any]]] = {
         {"offload": "moments"},
         {"offload": "moments", "recompute": "full"},
         {"offload": "always", "recompute": "selective"},
+        {"offload": "moments", "recompute": "selective", "at_once": True},
     ],
     4: [
         {"max_tokens": 40, "recompute": "full"},
@@ -59,6 +61,7 @@ WAYS: dict[int, list[dict[str, Any]]] = {
         {"max_tokens": 10, "num_replicas": 2, "offload": "rollout", "recompute": "full"},
         {"max_tokens": 10, "num_replicas": 4, "offload": "moments"},
         {"max_tokens": 10, "offload": "always"},
+        {"max_tokens": 10, "num_replicas": 2, "at_once": True},
     ],
 }
 JOBS = {

@@ -74,7 +74,7 @@ def update(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
     load_reference = (lambda: reference) if algo.kl_estimator == "full" else None
     learner = PolicyTrainer(ShardedModel(model, pg, device), config, 4, [1, 2, 3], load_reference)
     reduces_once = actor.offload != "always" and (mesh.ndim == 2 or mesh.size() == 1)
-    watched = WatchedUpdate(learner, reduces_once, checks_operators=not actor.compile)
+    watched = WatchedUpdate(learner, job["at_once"], reduces_once, checks_operators=not actor.compile)
     measures = Measures()
     share = batch.select(owned_by(rank, size, batch, job))
     if share.advantages is None:
@@ -211,15 +211,17 @@ class WatchedUpdate:
 
     Moments are offloaded before each step. They stay so until the last backward pass has freed the activations of their
     layer, and moments that belong to no layer until the end. A rank with the whole model, and replicas, reduce
-    gradients only after the last micro-batch.
+    gradients only after the last micro-batch. A model that is gathered at once stays gathered until then.
     """
 
-    def __init__(self, trainer: ShardedTrainer, reduces_once: bool, checks_operators: bool):
-        self._trainer, self._reduces_once, self._checks_operators = trainer, reduces_once, checks_operators
+    def __init__(self, trainer: ShardedTrainer, at_once: bool, reduces_once: bool, checks_operators: bool):
+        self._trainer, self._at_once = trainer, at_once
+        self._reduces_once, self._checks_operators = reduces_once, checks_operators
         self._parameters = list(trainer.model.parameters())  # shards; a gathered model shows whole parameters instead
         self._moments: list[LocalSlice] = []  # known after the first step, which makes them
         self._num_offloaded = 0  # before the step
-        self._after: list[tuple[bool, int]] = []  # each micro-batch: has it left gradients, and moments offloaded?
+        # After each micro-batch: are there gradients, how many moments are offloaded, and is the model gathered?
+        self._after: list[tuple[bool, int, bool]] = []
 
     def __enter__(self) -> None:
         self._seams = (sharded_trainer.cut_together, sharded_trainer.micro_batches_of)
@@ -238,7 +240,7 @@ class WatchedUpdate:
         if self._trainer.offloads:
             self._trainer.offload()
             self._trainer.reload()
-        self._num_offloaded = self.num_offloaded()
+        self._num_offloaded, self._sizes = self.num_offloaded(), self._trainer.bytes_by_kind()
         return self._seams[0](*args)
 
     def _watch_micro_batches(self, *args: Any) -> Iterator[Batch]:
@@ -247,19 +249,24 @@ class WatchedUpdate:
             with CheckedOperators() if self._checks_operators and number == 0 else nullcontext():
                 yield micro_batch
             has_gradients = any(parameter.grad is not None for parameter in self._parameters)
-            self._after.append((has_gradients, self.num_offloaded()))
+            is_gathered = not isinstance(next(self._trainer.model.parameters()), DTensor)
+            self._after.append((has_gradients, self.num_offloaded(), is_gathered))
+            known = self._sizes["weights"] + has_gradients * self._sizes["gradients"]
+            moments = self._trainer.bytes_present() - known
+            assert moments in (0, self._sizes["optimizer"]), (moments, known, self._sizes)
 
     def _end_step(self) -> None:
         if not self._after:
             return
-        *early, last = [has_gradients for has_gradients, _ in self._after]
+        *early, last = [has_gradients for has_gradients, _, _ in self._after]
         assert early == [not self._reduces_once] * len(early) and last, self._after
+        assert [is_gathered for _, _, is_gathered in self._after] == [self._at_once] * len(early) + [False], self._after
         assert self.num_offloaded() == 0
         if (before := self._num_offloaded) > 0:
             of_layers = [each for each in self._moments if ".layers." in each.info.name and each.data.numel()]
             others = before - len(of_layers)
             assert others < before, (others, before)
-            counts = [count for _, count in self._after]
+            counts = [count for _, count, _ in self._after]
             assert counts == [before] * len(early) + [others], (counts, before, others)
         self._after = []
         if self._trainer.num_updates:
@@ -299,7 +306,7 @@ def update_critic(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
     found = {"before": critic.add_values(share).values}
     offload_and_reload(critic)
     reduces_once = actor.offload != "always" and mesh.size() == 1
-    with WatchedUpdate(critic, reduces_once, checks_operators=False):
+    with WatchedUpdate(critic, job["at_once"], reduces_once, checks_operators=False):
         critic.update(share, job["num_prompts"], measures)
     offload_and_reload(critic)
     found["after"] = critic.add_values(share).values

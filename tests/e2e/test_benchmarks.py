@@ -204,7 +204,7 @@ def test_it_runs(name: str) -> None:
         assert way["speedup"] > 0 and way["tokens_per_s"] > 0 and 0 <= way["lag_mean"] <= way["lag_max"]
         assert way["lag_max"] <= way["lag_bound"] and way["idle"].keys() == row["ways"]["synchronous"]["idle"].keys()
     assert sorted(row.get("ways", {})) == WAYS.get(name, [])
-    for measured in row.get("runs", {}).values():
+    for measured in row["runs"].values() if row["benchmark"] == "start" else ():
         assert measured["cpu_seconds"] > 0 and -0.5 < measured["parts"].get("other", 0.0) < measured["seconds"] / 2
         assert {"torchrun", "imports", "build engine/import", "first update"} <= measured["parts"].keys()
         assert sum(measured["parts"].values()) == pytest.approx(measured["seconds"], abs=0.2)

@@ -53,13 +53,6 @@ def test_the_kernel_is_attention(num_heads: int, num_kv_heads: int, head_size: i
     torch.testing.assert_close(outputs.float(), written_out(queries, cache, table, lengths), atol=1e-2, rtol=1e-2)
 
 
-def test_the_estimate_of_an_engine_knows_the_parts_of_a_sequence() -> None:
-    from rl.model.activations import PART_TOKENS
-    from rl.rollout.vllm.decode_attention import MAX_TOKENS
-
-    assert PART_TOKENS == MAX_TOKENS
-
-
 def forward(impl: Any, metadata: Any, queries: Tensor, cache: Tensor) -> Tensor:
     one = torch.ones((), device="cuda")
     layer = SimpleNamespace(_q_scale=one, _k_scale=one, _v_scale=one)

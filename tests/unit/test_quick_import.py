@@ -75,9 +75,25 @@ def _patch():
 
 _patch()
 """,
-    "cannot wait": 'import fake_torch.lowering as lowering\nlowering.changes.append("vllm")\ndef _patch(): pass\n',
-    "works in another way": 'import fake_torch.lowering as lowering\nlowering.changes.append("vllm")\n',
+    "cannot wait": """
+import fake_torch.lowering as lowering
+
+def _patch():
+    lowering.changes.append("vllm")
+
+_patch()
+""",
+    "has no such function": """
+try:
+    import fake_torch.lowering as lowering
+    lowering.changes.append("vllm")
+except ImportError:
+    pass
+""",
 }
+# What a version does before that: it imports another of its modules, and puts a finder into sys.meta_path.
+BEFORE = "import sys\nimport fake_vllm.logger\nsys.meta_path.append(fake_vllm.logger.Finder)\n"
+LOGGER = "class Finder:\n    find_spec = staticmethod(lambda *_: None)\n"
 
 
 @pytest.mark.usefixtures("vllm_imported")
@@ -87,8 +103,14 @@ def test_vllm_changes_lowerings_once_in_every_version(
 ) -> None:
     from rl.rollout.vllm import quick_import  # here, because it imports torch
 
-    sources = {"fake_torch": {"__init__": "", "lowering": "changes = []"}, "fake_vllm": {"overrides": OVERRIDES[kind]}}
-    sources["fake_vllm"]["__init__"] = "import fake_vllm.overrides"
+    sources = {
+        "fake_torch": {"__init__": "", "lowering": "changes = []"},
+        "fake_vllm": {
+            "__init__": "import fake_vllm.overrides",
+            "logger": LOGGER,
+            "overrides": BEFORE + OVERRIDES[kind],
+        },
+    }
     for package, modules in sources.items():
         (tmp_path / package).mkdir()
         for name, source in modules.items():
@@ -97,14 +119,19 @@ def test_vllm_changes_lowerings_once_in_every_version(
     monkeypatch.setattr(quick_import, "LOWERINGS", "fake_torch.lowering")
     monkeypatch.setattr(quick_import, "OVERRIDES", "fake_vllm.overrides")
     monkeypatch.setattr(quick_import, "ADD_OPERATORS", "_patch")
-    num_finders = len(sys.meta_path)
+    finders = [*sys.meta_path]
+    monkeypatch.setattr(sys, "meta_path", [*finders])
     try:
         quick_import.postpone_lowerings()
         assert "fake_torch.lowering" not in sys.modules
-        assert ("fake_vllm" in sys.modules) == (kind == "can wait")
-        importlib.import_module("fake_vllm")
+        imported = {name for name in sys.modules if name.startswith("fake_vllm")}
+        if kind == "can wait":
+            assert imported == {"fake_vllm", "fake_vllm.logger", "fake_vllm.overrides"}
+        else:
+            assert not imported and sys.meta_path == finders, "something is left of an import"
+        package = importlib.import_module("fake_vllm")
         assert importlib.import_module("fake_torch.lowering").changes == ["vllm"]
-        assert len(sys.meta_path) == num_finders
+        assert sys.meta_path == [*finders, package.logger.Finder]
     finally:
         for name in [name for name in sys.modules if name.startswith("fake_")]:
             del sys.modules[name]

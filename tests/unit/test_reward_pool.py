@@ -56,6 +56,25 @@ def test_ten_thousand_calls() -> None:
         assert results.by_key["a", number] == expected
 
 
+@pytest.mark.usefixtures("mark")
+def test_calls_that_are_submitted_together_are_sent_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[int] = []
+    pool, results = make_pool(SPEC)
+    send = pool._send_frames
+    monkeypatch.setattr(pool, "_send_frames", lambda frames: sent.append(len(results.by_key)) or send(frames))
+    for turn in range(2):
+        with pool.together():
+            for number in range(100):
+                pool.submit((turn, number), "", str(number), {})
+            assert len(sent) == turn, "nothing is sent before the end"
+        results.wait(100 * (turn + 1))
+    with pool.together():
+        pass
+    pool.close()
+    assert sent == [0, 100]
+    assert all(result["score"] == key[1] for key, result in results.by_key.items())
+
+
 def source_line(failure: RewardFailure) -> str:
     file, _, line = failure.place.rpartition(":")
     return Path(file).read_text().splitlines()[int(line) - 1].strip()
@@ -203,6 +222,34 @@ def test_the_time_limit_counts_from_the_start_of_a_call_and_calls_keep_their_ord
     assert time.monotonic() - began >= 2.0
     assert results.order == [(kind, number) for number in range(4) for kind in ("hangs", "good")]
     assert [results.by_key["good", number]["score"] for number in range(4)] == [0, 1, 2, 3]
+
+
+@pytest.mark.usefixtures("mark")
+def test_quick_calls_do_not_wait_for_one_that_hangs(tmp_path: Path) -> None:
+    """While calls are quick, workers get several at once, but not behind a call that has already run for long."""
+    begun, file = tmp_path / "begun", tmp_path / "hangs.py"
+    file.write_text(
+        "import pathlib, time\n"
+        "def score(prompt, response, row):\n"
+        "    if response == 'hangs':\n"
+        "        time.sleep(0.1)\n"
+        f"        pathlib.Path({str(begun)!r}).touch()\n"
+        "        time.sleep(1000)\n"
+        "    return 1.0\n"
+    )
+    pool, results = make_pool(f"{file}:score", num_workers=2, timeout_s=2.0)
+    for number in range(200):
+        pool.submit(number, "", "quick", {})
+    results.wait(200)
+    pool.submit("hangs", "", "hangs", {})
+    while not begun.exists():
+        time.sleep(0.001)
+    for number in range(200, 400):
+        pool.submit(number, "", "quick", {})
+    results.wait(401)
+    pool.close()
+    assert results.order[-1] == "hangs"
+    assert results.by_key["hangs"]["status"] == "timeout"
 
 
 @pytest.mark.usefixtures("mark")

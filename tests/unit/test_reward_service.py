@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -33,12 +33,17 @@ class Rewards:
 
     def __init__(self, mail: Mailbox):
         self.calls: list[tuple[tuple[int, ...], str, str, dict[str, Any]]] = []
+        self.is_collecting = False
         self._mail = mail
 
-    def together(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        self.is_collecting = True
+        yield
+        self.is_collecting = False
 
     def submit(self, key: tuple[int, ...], prompt: str, response: str, row: dict[str, Any], answer_of: str) -> None:
+        assert self.is_collecting, "the calls of an engine step are sent at once"
         self.calls.append((key, prompt, response, row))
 
     def say(self, key: tuple[int, ...], score: float, status: str = "ok") -> None:

@@ -1,6 +1,7 @@
 """A rebuilt engine gets the current version again. If it cannot be read back, it must pass the probe first."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from rl.config.schema import SyncConfig
 from rl.model.load import load_model
 from rl.model.shards import TensorInfo, local_slices
 from rl.placement.roles import plan
-from rl.sync import weights
+from rl.sync import probe, weights
 from rl.sync.layout import Destination, MemoryLayout, OpaqueLoader, Region
 from rl.sync.plan import make_plan, transferred_tensors
 from rl.sync.probe import learner_logprobs, make_probe
@@ -116,3 +117,25 @@ def test_a_rebuilt_engine_that_can_no_longer_be_read_back_is_refused(sync: Weigh
     """The sync kept no logprobs to compare it with."""
     with pytest.raises(SyncError, match="cannot be read back, though the first one could: it packs its layers"):
         sync.add_receiver(Engine(model, is_readable=False))
+
+
+def test_a_probe_on_a_gpu_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    stances: list[str] = []
+
+    @contextmanager
+    def set_stance(stance: str) -> Iterator[None]:
+        stances.append(stance)
+        yield
+        stances.pop()
+
+    class Scored(Exception):
+        pass
+
+    def score(*args: object, **options: object) -> None:
+        assert stances == ["force_eager"]
+        raise Scored
+
+    monkeypatch.setattr(torch.compiler, "set_stance", set_stance)
+    monkeypatch.setattr(probe, "score_responses", score)
+    with pytest.raises(Scored):
+        learner_logprobs(nn.Module(), PROBE.tokens, torch.device("cuda"))

@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import importlib
 import inspect
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -206,6 +207,15 @@ def test_a_cache_with_blocks_in_use_is_not_cleared_and_says_so(made: SimpleNames
     made.scheduler.add_request(make_request("1", [3, 4, 5, 6, 7], 4, 0))
     made.scheduler.schedule()
     assert made.scheduler.reset_prefix_cache() is False
+
+
+def test_a_model_is_inspected_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rl.rollout.vllm.build import inspect_models_here  # here, because it imports vLLM
+
+    registry = find("vllm.model_executor.models.registry")
+    monkeypatch.setattr(registry, "_run_in_subprocess", registry._run_in_subprocess)  # it is as before after the test
+    inspect_models_here()
+    assert registry._run_in_subprocess(lambda: os.getpid()) == os.getpid()
 
 
 def test_flash_attention() -> None:

@@ -137,7 +137,8 @@ def attend(
     padded_head_size = max(16, triton.next_power_of_2(head_size))
     parts = outputs
     if num_parts > 1:
-        parts = torch.empty(num_sequences * num_heads * num_parts * (head_size + 1), device=queries.device)
+        size = num_sequences * num_heads * num_parts * (head_size + 1)
+        parts = torch.empty(size, dtype=torch.float32, device=queries.device)
     tensors = (queries, keys, values, block_table, lengths, outputs, parts)
     output_strides = outputs.stride()[:2]
     strides = (*queries.stride()[:2], *output_strides, block_table.stride(0), *keys.stride()[:3])

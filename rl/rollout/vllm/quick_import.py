@@ -6,10 +6,12 @@ and ranks on CPUs never compile.
 """
 
 import importlib
+import importlib.util
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
@@ -38,17 +40,28 @@ def postpone_lowerings() -> None:
 
     Do nothing if one of them is imported already, or if this version of vLLM cannot wait.
     """
-    package = OVERRIDES.partition(".")[0]
-    if LOWERINGS in sys.modules or package in sys.modules:
+    package, _, module = OVERRIDES.partition(".")
+    if LOWERINGS in sys.modules or package in sys.modules or not _can_wait(package, module):
         return
+    finders = [*sys.meta_path]
     sys.modules[LOWERINGS] = None  # type: ignore[assignment]  # the import raises ImportError, which vLLM ignores
     try:
         overrides = importlib.import_module(OVERRIDES)
-        add_operators = getattr(overrides, ADD_OPERATORS)
-    except (ImportError, AttributeError):
-        for name in (OVERRIDES, package):
-            sys.modules.pop(name, None)
+    except ImportError:
+        for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+            del sys.modules[name]
+        sys.meta_path[:] = [finder for finder in sys.meta_path if finder in finders]
         return
     finally:
         del sys.modules[LOWERINGS]
-    after_import(LOWERINGS, lambda module: add_operators())
+    after_import(LOWERINGS, lambda module: getattr(overrides, ADD_OPERATORS)())
+
+
+def _can_wait(package: str, module: str) -> bool:
+    """Return whether this module of the package has the function to call later. Nothing is imported: an import that
+    turns out to be useless would leave changes to torch behind."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
+        return False
+    file = Path(spec.origin).with_name(f"{module}.py")
+    return file.is_file() and f"\ndef {ADD_OPERATORS}(" in file.read_text()
