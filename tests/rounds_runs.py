@@ -50,14 +50,9 @@ def run_named(runs: dict[Name, Run], folder: Path, timeout_s: float = 300) -> di
 
 def learnt(row: dict[str, Any]) -> dict[str, float]:
     """Return all metrics of a step but those of time, machines and engines. Each bin of a histogram has a name."""
-    of_engines = ("rollout/kv_use", "rollout/kv_use_max", "rollout/prefix_hit_rate")
-    of_time = ("health/waiting",)
+    others = ("rollout/kv_use", "rollout/kv_use_max", "rollout/prefix_hit_rate", "health/waiting")
     kinds = ("at", "time", "perf", "host", "gpu")
-    kept = {
-        name: value
-        for name, value in row.items()
-        if name.partition("/")[0] not in kinds and name not in (*of_engines, *of_time)
-    }
+    kept = {name: value for name, value in row.items() if name.partition("/")[0] not in kinds and name not in others}
     edges, counts = kept.pop("rollout/lengths", {"edges": [], "counts": []}).values()
     return kept | {f"rollout/lengths/{edge}": count for edge, count in zip(edges[1:], counts)}
 
