@@ -8,7 +8,6 @@ signal makes each rank write its stacks into memory, where this program reads th
 
 import argparse
 import os
-import signal
 import socket
 import sys
 import time
@@ -20,7 +19,7 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # use this checkout, whatever is installed
 from rl.report.printing import print_or_exit
 from rl.watch.activities import describe_doing
-from rl.watch.stacks import MEMORY, SIGNAL
+from rl.watch.stacks import MEMORY, SIGNAL, wake_to_write
 from tools.status import find_run, read
 
 ANSWER_S = 2.0  # time limit of an answer, enough for a busy host
@@ -43,10 +42,8 @@ def stacks_of(pid: int) -> str:
         with memory.open("rb") as file:
             before = os.fstat(file.fileno()).st_size
             os.kill(pid, SIGNAL)
-            if psutil.Process(pid).status() == psutil.STATUS_STOPPED:  # let it run for a moment to answer
-                os.kill(pid, signal.SIGCONT)
-                time.sleep(0.05)
-                os.kill(pid, signal.SIGSTOP)
+            if psutil.Process(pid).status() == psutil.STATUS_STOPPED:
+                wake_to_write(pid, file.fileno())
             return _answer(file.fileno(), before)
     except (ProcessLookupError, FileNotFoundError, psutil.NoSuchProcess):
         return GONE

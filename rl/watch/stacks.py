@@ -12,6 +12,8 @@ from rl.common.files import run_within_wait
 SIGNAL = signal.SIGUSR2
 MEMORY = "stacks"  # name of the memory file; tools/stacks.py looks for it
 ANSWER_S = 0.5  # for a rank to write its stacks
+AWAKE_S = 0.05  # limit for a stopped rank to write them
+QUIET_S = 0.002  # once it has written nothing for so long, it has written all
 # Paths of calls that need other ranks, or that wait for a device that may need them.
 WAITING = (
     "torch/distributed/",
@@ -37,13 +39,25 @@ class Stacks:
         os.lseek(self._file.fileno(), 0, os.SEEK_SET)  # both processes share the position
         with suppress(ProcessLookupError):
             os.kill(self._pid, SIGNAL)
-            if is_stopped:  # wake it for a moment, so that it can answer
-                os.kill(self._pid, signal.SIGCONT)
-                time.sleep(0.05)
-                os.kill(self._pid, signal.SIGSTOP)
+            if is_stopped:
+                wake_to_write(self._pid, self._file.fileno())
 
     def take(self) -> str:
         return os.pread(self._file.fileno(), MAX_BYTES, 0).decode(errors="replace").strip("\0")
+
+
+def wake_to_write(pid: int, file: int) -> None:
+    """Let a stopped process write the stacks that it was asked for to the file, and stop it again at once: while it is
+    awake, it goes on with its step."""
+    deadline, empty = time.monotonic() + AWAKE_S, os.fstat(file).st_size
+    size = empty
+    os.kill(pid, signal.SIGCONT)
+    while time.monotonic() < deadline:
+        time.sleep(QUIET_S)
+        last, size = size, os.fstat(file).st_size
+        if size == last != empty:
+            break
+    os.kill(pid, signal.SIGSTOP)
 
 
 def write_stacks(stacks: str, folder: Path | None, rank: int) -> str:

@@ -1,6 +1,7 @@
 """tools/stacks.py on live, stopped and ended processes."""
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -74,3 +75,33 @@ def test_ranks_of_another_host_are_refused(tmp_path: Path) -> None:
         stacks.main([str(tmp_path), "--rank", "7"])
     with pytest.raises(SystemExit, match="there is no directory nowhere"):
         stacks.main(["nowhere"])
+
+
+TICKING = """
+import time
+from rl.watch.stacks import Stacks
+stacks = Stacks()
+while True:
+    print(flush=True)
+    time.sleep(0.001)
+"""
+
+
+def test_a_stopped_process_is_awake_only_to_write_its_stacks() -> None:
+    process = subprocess.Popen([sys.executable, "-c", TICKING], stdout=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline() == b"\n"
+    os.set_blocking(process.stdout.fileno(), False)
+    num_ticks = []
+    try:
+        for _ in range(5):
+            process.send_signal(signal.SIGSTOP)
+            until(lambda: is_stopped(process.pid), "the stop")
+            process.stdout.read()
+            assert "in <module>" in stacks.stacks_of(process.pid)
+            until(lambda: is_stopped(process.pid), "the stop after the answer")
+            num_ticks.append(len(process.stdout.read() or b""))
+            process.send_signal(signal.SIGCONT)
+    finally:
+        process.kill()
+        process.wait()
+    assert min(num_ticks) < 20, num_ticks  # in 50 ms, there are about 45
