@@ -38,7 +38,9 @@ ENGINE_AFTER = "engine, once there is "  # a file, whose path follows
 LONG_S = 5.0  # longer than the silence that a test allows for known work
 
 
-def broken(method: Callable, action: Callable[[], None]) -> Callable:
+def broken(method: Callable, action: Callable[[], None], pause_s: float = 0.0) -> Callable:
+    """Run the action before a later call. Each call takes `pause_s` longer: a watchdog, which looks ten times a second,
+    learns how long a stage takes only if it has seen it."""
     calls = 0
 
     def replaced(*args, **kwargs):
@@ -46,6 +48,7 @@ def broken(method: Callable, action: Callable[[], None]) -> Callable:
         calls += 1
         if calls == CALL:
             action()
+        time.sleep(pause_s)
         return method(*args, **kwargs)
 
     return replaced
@@ -299,7 +302,7 @@ def break_(what: str, culprit: int) -> None:
         vllm.__version__ = "99.0"
     elif what in ("sleeping", "stopped", "frozen") and is_culprit:
         fault = {"sleeping": sleep, "stopped": stop, "frozen": freeze}[what]
-        policy.score_responses = broken(policy.score_responses, fault)  # called once per micro-batch
+        policy.score_responses = broken(policy.score_responses, fault, pause_s=0.4)  # called once per micro-batch
     elif what == "compiles late, then sleeps" and is_culprit:
         compile_and_sleep()
     elif what == "disk hangs" and is_culprit:
