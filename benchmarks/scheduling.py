@@ -80,7 +80,7 @@ def build_engine(num_sequences: int, max_model_len: int) -> tuple[Any, Any, dict
     )
     core = llm.llm_engine.engine_core.engine_core
     core.model_executor = InstantExecutor(core.model_executor, core.scheduler)
-    seat = SimpleNamespace(stop_token_ids=[], shares_device=False, device=torch.device("cpu"))
+    seat = SimpleNamespace(stop_token_ids=[], sleeps=False, device=torch.device("cpu"))
     places = [(core.scheduler, name) for name in ("schedule", "update_from_output")]
     places.append((core.scheduler.kv_cache_manager, "allocate_slots"))
     methods = {"vllm": [getattr(owner, name) for owner, name in places]}

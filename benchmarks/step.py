@@ -90,7 +90,7 @@ def settings_of(folder: Path, args: argparse.Namespace) -> list[str]:
         f"debug.mean_response_tokens={args.new_tokens}",
         "algo.correction=sequence_mask",  # as TRL does by default
         "algo.correction_limit=3",
-        "checkpoint.save_interval=0",
+        "checkpoint.save_interval=-1",  # a checkpoint after the last step would be copied to host memory
         "run.name=step",
         f"run.dir={folder}",
     ]

@@ -102,7 +102,7 @@ class Bench:
             tp_size=1,
             store=self.world.store.unsealed,
             device=self.world.device,
-            shares_device=False,
+            sleeps=False,
             stop_token_ids=[0],
         )
         engine = build_engine(self.config, folder, seat)

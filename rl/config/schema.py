@@ -31,6 +31,7 @@ Schedule = Literal["constant", "linear", "cosine"]
 # auto: rl/run/derive.py chooses before anything is built, so only settings that a user gives are auto.
 Recompute = Literal["auto", "none", "selective", "full"]
 Offload = Literal["auto", "none", "rollout", "moments", "always"]
+Sleep = Literal["auto", "always", "never"]
 Optimizer = Literal["adamw", "adamw_8bit", "sgd", "muon"]
 WRITERS = ("wandb", "swanlab")
 Verify = Literal["full", "transport", "off"]
@@ -265,6 +266,12 @@ class RolloutConfig:
         "sequences, which need memory to sample. Beside a learner, what "
         "the engine needs for all its sequences, and at most what the learner leaves free.",
         FROM_0_BELOW_1,
+    )
+    sleep: Sleep = key(
+        "auto",
+        "Whether engine and learner of the same GPU take turns with its memory. always: an engine frees its memory "
+        "during updates, and a learner its temporary memory during rollouts; never: both keep it, so steps of small "
+        "models are faster; auto: derived, never if both together need at most 40 % of the GPU. On a CPU never.",
     )
     deterministic: bool = key(False, "Seed each sample, so that tokens do not depend on engine or timing. Slower.")
     enforce_eager: bool = key(False, "Do not capture CUDA graphs. The engine starts faster and decodes slower.")

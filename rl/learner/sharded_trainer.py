@@ -147,7 +147,8 @@ class ShardedTrainer:
                 offloader.start_offload()
 
     def offload(self) -> None:
-        """Free device memory for an engine of this rank: temporary memory, and the state that is to be offloaded."""
+        """Move the state that is to be offloaded to host memory. The memory of everything else that the trainer has
+        freed stays with torch's allocator: see `free_cached_memory`."""
         reshard(self.model)  # a probe leaves the root's parameters gathered
         tensors: dict[str, list[Tensor]] = {}
         # Make no moments only to offload them. After the first update all trained parameters have moments.
@@ -158,8 +159,6 @@ class ShardedTrainer:
             if kind not in self._offloaders:
                 self._offloaders[kind] = Offloader(each, constant=kind == self._base_kind)
             self._offloaders[kind].offload()
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()  # otherwise the allocator keeps the freed memory
 
     def reload(self) -> None:
         """Bring the weights back to the device. The moments follow shortly before an optimizer step."""

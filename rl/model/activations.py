@@ -23,7 +23,9 @@ LOGIT_BYTES = 8  # per sequence and entry of the vocabulary, in the pass with wh
 SAMPLING_BYTES = 24  # in addition, while an engine samples: several float32 copies of the logits
 ENGINE_BYTES = 1_500_000_000  # graphs, workspaces and buffers of an engine
 TP_BYTES = 1_000_000_000  # buffers of its collectives, if it has several ranks
-MIN_BATCHED_TOKENS = 4096
+# An engine computes many prompts in one step, so that it takes few such steps, which have no CUDA graphs. It keeps
+# memory for the activations of the largest step.
+MIN_BATCHED_TOKENS, MAX_BATCHED_TOKENS, BATCH_BYTES = 4096, 16_384, 512 << 20
 LONG_RESPONSE = 2048  # tokens; longer limits than this are seldom reached by many responses at once
 
 
@@ -115,8 +117,9 @@ def engine_memory(
     whole, enough = max(least, kv_of(longest)), max(least, kv_of(min(longest, max(LONG_RESPONSE, longest // 4))))
     if rollout.kv_cache_mb:
         whole = enough = rollout.kv_cache_mb << 20
-    num_batched = rollout.engine_options.get("max_num_batched_tokens") or max_batched_tokens(num_slots)
-    activations = num_batched * dtype * (6 * shape.hidden + 3 * -(-shape.intermediate // tp))
+    num_batched = rollout.engine_options.get("max_num_batched_tokens")
+    num_batched = num_batched or max_batched_tokens(num_slots, shape, dtype, tp)
+    activations = num_batched * _batched_bytes(shape, dtype, tp)
     logits = num_slots * shape.vocabulary
     num_parts = -(-config.max_sequence_tokens // PART_TOKENS)  # of the longest sequence, in decode_attention.py
     parts = 4 * num_slots * -(-shape.num_heads // tp) * (shape.head_dim + 1) * num_parts if num_parts > 1 else 0
@@ -125,7 +128,12 @@ def engine_memory(
     return EngineMemory(weights, whole, enough, least, other, beside=SAMPLING_BYTES * logits)
 
 
-def max_batched_tokens(max_num_seqs: int) -> int:
-    """Return the most tokens that an engine on a GPU computes in one step. vLLM's own default is up to 16,384, and it
-    keeps memory for that many. Prompts that are longer are computed in several steps."""
-    return max(MIN_BATCHED_TOKENS, max_num_seqs)
+def max_batched_tokens(num_slots: int, shape: ModelShape | None, dtype_bytes: int, tp: int) -> int:
+    """Return the most tokens that an engine on a GPU computes in one step. Longer prompts are computed in several."""
+    fitting = BATCH_BYTES // _batched_bytes(shape, dtype_bytes, tp) if shape is not None else 0
+    return max(MIN_BATCHED_TOKENS, num_slots, min(fitting // 1024 * 1024, MAX_BATCHED_TOKENS))
+
+
+def _batched_bytes(shape: ModelShape, dtype_bytes: int, tp: int) -> int:
+    """Return the bytes of activations of a token in an engine's step."""
+    return dtype_bytes * (6 * shape.hidden + 3 * -(-shape.intermediate // tp))

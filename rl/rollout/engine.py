@@ -81,7 +81,7 @@ class EngineSeat:
     tp_size: int
     store: Store
     device: torch.device
-    shares_device: bool  # a learner on this rank needs the memory between batches
+    sleeps: bool  # between batches a learner on this rank needs the memory
     stop_token_ids: list[int]  # if empty, all responses reach `max_tokens` of their requests
 
 

@@ -13,6 +13,7 @@ from rl.evaluation.evaluation import Evaluation, is_evaluation_due
 from rl.learner.credit import assign_credit
 from rl.learner.critic import CriticTrainer
 from rl.learner.memory import MemoryMeter
+from rl.learner.offload import free_cached_memory
 from rl.learner.overlap import OverlappedUpdate
 from rl.learner.policy import PolicyTrainer
 from rl.learner.scoring import Scorer
@@ -108,6 +109,8 @@ class Actor:
                 self.checkpoints.wait_copied()
             for part in (self.scorer, *self.trainers):
                 part.offload()
+            if self.config.rollout.sleep != "never":
+                free_cached_memory(self.learner.device)
 
     def give_device_to_learner(self) -> None:
         if self.sampler.rollouts.service is not None:

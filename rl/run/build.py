@@ -23,6 +23,7 @@ from rl.config.schema import Config, ConfigError
 from rl.data.prompts import PromptStream
 from rl.evaluation.evaluation import Evaluation
 from rl.learner.critic import CriticTrainer
+from rl.learner.offload import avoid_fragments, free_cached_memory
 from rl.learner.overlap import OverlappedUpdate, why_overlap_waits
 from rl.learner.policy import PolicyTrainer
 from rl.learner.scoring import Scorer
@@ -81,7 +82,10 @@ def build_actor(run: Run, trains: bool = True) -> Actor:
     offloaded = [part for part in (learner, critic) if part is not None and "rollout" in run.roles]
     for trainer in offloaded:
         trainer.offload()
+    free_cached_memory(learner.device)
     service = build_rollout_service(run)
+    if learner.offloads and service is not None and learner.device.type == "cuda":  # memory is short
+        avoid_fragments()
     sync = build_sync(run, tensors, service, source=WeightSource(learner.model, learner.weight_slices))
     if service is not None:
         service.engine.sleep()

@@ -6,7 +6,7 @@ Values that the user gives are used as given, and the others are chosen to fit t
 derives them for all ranks, from the smallest GPU (rl/run/agree.py). They change speed and memory, and of the results
 only the rounding.
 
-An engine and a learner on the same GPU take turns, so two moments count:
+An engine and a learner on the same GPU take turns, unless both need little. So two moments count:
 
     rollout     weights and moments that stay on the device, and the engine
     update      the training state of a rank, activations, and what a sleeping engine keeps
@@ -31,10 +31,10 @@ from rl.placement.roles import Placement
 from rl.run.slots import count_slots
 
 SLOTS, FRACTION, TOKENS = "rollout.max_num_seqs", "rollout.gpu_memory_fraction", "actor.max_tokens_per_micro_batch"
-OFFLOAD, RECOMPUTE = "actor.offload", "actor.recompute"
-ON_CPU = {SLOTS: 256, FRACTION: 0.85, TOKENS: 8192, OFFLOAD: "none", RECOMPUTE: "none"}
+OFFLOAD, RECOMPUTE, SLEEP = "actor.offload", "actor.recompute", "rollout.sleep"
+ON_CPU = {SLOTS: 256, FRACTION: 0.85, TOKENS: 8192, OFFLOAD: "none", RECOMPUTE: "none", SLEEP: "never"}
 # For a model whose config.json has no sizes that are known here.
-CAUTIOUS = {FRACTION: 0.5, TOKENS: 8192, OFFLOAD: "rollout", RECOMPUTE: "none"}
+CAUTIOUS = {FRACTION: 0.5, TOKENS: 8192, OFFLOAD: "rollout", RECOMPUTE: "none", SLEEP: "always"}
 
 WHOLE_GPU = 0.9  # share of an engine that has a GPU of its own
 AIM_TOKENS, MAX_AIM_TOKENS = 20_480, 65_536  # of a micro-batch; larger ones are hardly faster
@@ -46,6 +46,7 @@ ROUND_TOKENS = 512
 CUDA_BYTES = 1_500_000_000  # context, libraries and communicators
 MARGIN = 0.03  # of a card, for what the estimate does not know
 NEAR = 0.8  # an engine is content with this share of the most that it could get
+AWAKE_SHARE = 0.4  # of a card; if engine and learner need more, saving memory is worth the 0.05 s of a handover
 SLEEPING_BYTES = 2_500_000_000  # what an engine keeps while the learner works: graphs and buffers
 GIB = 1 << 30
 NOMINAL = 0.99  # GiB that CUDA reports of a nominal GB: 79.2 of 80, 139.8 of 141
@@ -154,7 +155,7 @@ def derive(
     card = Card(device_bytes, max(placement.nodes.sizes) if config.debug.share_gpu else 1)
     search = _Search(placement, models, card, min(slots.num_sequences, config.rollout.max_num_seqs), trains)
     found = search.choose(config)
-    values = {FRACTION: found.fraction, TOKENS: found.tokens, **found.learner}
+    values = {FRACTION: found.fraction, TOKENS: found.tokens, **found.others}
     reasons |= found.reasons
     config = with_values(config, {name: value for name, value in values.items() if name in names})
     return Derived(config, {name: reasons[name] for name in names}, found.problem, found.use)
@@ -190,7 +191,7 @@ class Card:
 class _Found(NamedTuple):
     fraction: float
     tokens: int
-    learner: dict[str, Any]  # offload and recompute
+    others: dict[str, Any]  # offload, recompute and sleep
     reasons: dict[str, str]
     problem: str
     use: str
@@ -212,10 +213,12 @@ class _Search:
 
     def choose(self, given: Config) -> _Found:
         config, longest, limit = given, _longest(given), given.actor.max_tokens_per_micro_batch
+        if config.rollout.sleep == "auto":
+            config = with_values(config, {SLEEP: "always"})
         needed = self._num_tokens(config, limit or ENOUGH_TOKENS)
         slots, policy = config.rollout.max_num_seqs, self._models.policy
         engine = engine_memory(config, policy.shape, policy.size, slots, self._num_sequences)
-        budgets = [self._budget(each, engine) for each in _candidates(config)]
+        budgets = [self._budget(each, engine, needed) for each in _candidates(config)]
         most, share = max(each.for_engine for each in budgets), config.rollout.gpu_memory_fraction
         enough = min(share * self._card.whole, most) if share else min(engine.enough, NEAR * most)
         if config.rollout.kv_cache_mb:  # then vLLM does not use the share
@@ -225,10 +228,13 @@ class _Search:
         room = max(best.num_tokens, 0)
         tokens = int(min(max(_aim_tokens(policy), longest), room)) // ROUND_TOKENS * ROUND_TOKENS
         tokens = limit or max(tokens, longest, ROUND_TOKENS)
-        learner: dict[str, Any] = {OFFLOAD: best.config.actor.offload, RECOMPUTE: best.config.actor.recompute}
+        others: dict[str, Any] = {OFFLOAD: best.config.actor.offload, RECOMPUTE: best.config.actor.recompute}
         fraction, why = self._fraction(best, engine)
         config = with_values(best.config, {TOKENS: tokens, FRACTION: fraction})
-        learner_peak = self._update_peak(config) if self._trains else self._loading_peak(config)
+        if given.rollout.sleep == "auto":
+            others[SLEEP], why_sleep = self._choose_sleep(config, engine)
+            config = with_values(config, {SLEEP: others[SLEEP]})
+        learner_peak = self._update_peak(config, engine) if self._trains else self._loading_peak(config)
         peaks = {"rollout": self._rollout_peak(config, engine), self._busiest: learner_peak}
         problem = self._problem(config, given, peaks, engine, best.for_engine)
         of = f"of {format_bytes(self._card.usable)}"
@@ -240,7 +246,9 @@ class _Search:
             OFFLOAD: f"the first of none, moments, rollout and always that fits, with {use or 'no learner'}",
             RECOMPUTE: f"the first of none, selective and full with room for {needed:,} tokens",
         }
-        return _Found(fraction, tokens, learner, reasons, problem, f"at most {use} {of}" if use else "")
+        if given.rollout.sleep == "auto":
+            reasons[SLEEP] = why_sleep
+        return _Found(fraction, tokens, others, reasons, problem, f"at most {use} {of}" if use else "")
 
     def _estimate(self, config: Config) -> list[RoleMemory]:
         critic = self._models.critic.size if self._models.critic else None
@@ -255,7 +263,29 @@ class _Search:
             found["critic"] = update_memory(config, critic.shape, recompute, lora, is_critic=True)
         return found
 
-    def _budget(self, config: Config, engine: EngineMemory) -> _Budget:
+    def _choose_sleep(self, config: Config, engine: EngineMemory) -> tuple[str, str]:
+        """Return whether engine and learner of a GPU should take turns with its memory, and why."""
+        if not any(role.engine and role.states for role in self._estimate(config)):
+            return "never", "no engine shares a GPU with a learner"
+        together = self._update_peak(with_values(config, {SLEEP: "never"}), engine)
+        enough = int(AWAKE_SHARE * self._card.usable)
+        is_small = self._trains and config.actor.offload == "none" and together <= enough
+        needs = f"engine and update need {format_bytes(together)} together"
+        return ("never", needs) if is_small else ("always", f"{needs}, more than {format_bytes(enough)}")
+
+    def _awake_bytes(self, config: Config, role: RoleMemory, engine: EngineMemory) -> int:
+        """Return what a rank's engine keeps during an update because it does not sleep."""
+        if config.rollout.sleep != "never" or not role.engine or not role.states:
+            return 0
+        return max(0, self._share(config, engine) + engine.beside - SLEEPING_BYTES)
+
+    def _share(self, config: Config, engine: EngineMemory) -> int:
+        """Return what an engine takes of a GPU, except to sample."""
+        if config.rollout.kv_cache_mb:
+            return engine.total
+        return max(int(config.rollout.gpu_memory_fraction * self._card.whole), engine.weights)
+
+    def _budget(self, config: Config, engine: EngineMemory, needed: int) -> _Budget:
         for_engine = num_tokens = math.inf
         memory = self._memory(config)
         for role in self._estimate(config):
@@ -268,6 +298,10 @@ class _Search:
             for name in role.states if self._trains else ():
                 state = _state_in_update(config, role, name)
                 room = self._card.usable - state.total - memory[name].fixed
+                if role.engine and config.rollout.sleep == "never":  # the engine gets what `needed` tokens leave
+                    left = room + SLEEPING_BYTES - engine.beside
+                    for_engine = min(for_engine, left - memory[name].per_token * needed)
+                    room = left - max(self._share(config, engine), min(engine.total, int(for_engine)))
                 if room < state.late:
                     num_tokens = min(num_tokens, 0)
                 elif name == "critic" and config.critic.max_tokens_per_micro_batch:  # it is used as given
@@ -300,10 +334,7 @@ class _Search:
 
     def _rollout_peak(self, config: Config, engine: EngineMemory) -> int:
         shared = [role for role in self._estimate(config) if role.engine and role.roles != ("rollout",)]
-        share = max(int(config.rollout.gpu_memory_fraction * self._card.whole), engine.weights)
-        if config.rollout.kv_cache_mb:
-            share = engine.total
-        share += engine.beside
+        share = self._share(config, engine) + engine.beside
         return max((role.during_rollout + share for role in shared), default=0)
 
     def _num_tokens(self, config: Config, limit: int) -> int:
@@ -311,14 +342,15 @@ class _Search:
         longest = _longest(config)
         return max(longest, min(limit, longest + config.max_step_tokens // len(self._placement.actors)))
 
-    def _update_peak(self, config: Config, has_activations: bool = True) -> int:
+    def _update_peak(self, config: Config, engine: EngineMemory, has_activations: bool = True) -> int:
         peak, memory = 0, self._memory(config)
         limits = {"policy": config.actor.max_tokens_per_micro_batch, "critic": config.critic_max_tokens}
         for role in self._estimate(config):
             for name in role.states:
                 state, num_tokens = _state_in_update(config, role, name), self._num_tokens(config, limits[name])
                 activations = max(memory[name].per_token * num_tokens * has_activations, state.late)
-                peak = max(peak, state.total + memory[name].fixed + activations)
+                awake = self._awake_bytes(config, role, engine)
+                peak = max(peak, state.total + awake + memory[name].fixed + activations)
         return peak
 
     def _scoring_peak(self, config: Config) -> int:
@@ -339,7 +371,7 @@ class _Search:
         """Return what does not fit, and what to change. `given` has the settings as the user gave them."""
         usable, rollout, more_ranks = self._card.usable, config.rollout, "give the learner more ranks"
         if (learner := peaks[self._busiest]) > usable:
-            remedies = self._remedies_of_update(config, given) if self._trains else ["set actor.offload=always"]
+            remedies = self._remedies_of_update(config, given, engine) if self._trains else ["set actor.offload=always"]
             what = f"{'an' if self._trains else 'the'} {self._busiest} needs {format_bytes(learner)}"
             return f"{what}; {_either(*remedies, more_ranks)}"
         if (scoring := self._scoring_peak(config)) > usable:
@@ -367,16 +399,18 @@ class _Search:
             return f"a rollout needs {format_bytes(peaks['rollout'])}; lower {FRACTION}"
         return ""
 
-    def _remedies_of_update(self, config: Config, given: Config) -> list[str]:
+    def _remedies_of_update(self, config: Config, given: Config, engine: EngineMemory) -> list[str]:
         """Return what would lower the peak of an update."""
         remedies, longest = [], _longest(config)
+        if given.rollout.sleep == "never":
+            remedies.append(f"leave {SLEEP} out")
         if {given.actor.offload, given.actor.recompute} != {"auto"}:
             remedies.append("leave actor.offload and actor.recompute out")
         limits = {TOKENS: given.actor.max_tokens_per_micro_batch}
         if config.algo.has_critic:
             limits["critic.max_tokens_per_micro_batch"] = given.critic.max_tokens_per_micro_batch
         lower = [name for name, limit in limits.items() if self._num_tokens(config, limit) > longest]
-        if not lower and self._update_peak(config, has_activations=False) <= self._card.usable:
+        if not lower and self._update_peak(config, engine, has_activations=False) <= self._card.usable:
             lower = ["environment.max_conversation_tokens" if config.environment.is_set else "rollout.max_new_tokens"]
         return [*remedies, *(f"lower {name}" for name in lower)]
 

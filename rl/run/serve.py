@@ -44,7 +44,7 @@ def build_rollout_service(run: Run) -> RolloutService | None:
         tp_size=len(ranks),
         store=world.store.unsealed,
         device=world.device,
-        shares_device="actor" in run.roles,
+        sleeps="actor" in run.roles and config.rollout.sleep != "never",
         stop_token_ids=[] if config.debug.mean_response_tokens else stop_token_ids(run.model_folder),
     )
 

@@ -69,7 +69,7 @@ def test_vllm_looks_for_compiled_code_under_the_same_name(
         for variable in ("RANK", "LOCAL_RANK", "MASTER_PORT"):
             monkeypatch.setenv(variable, rank)
         seat = {"tp_rank": 0, "tp_size": 1, "store": torch.distributed.HashStore(), "device": torch.device("cpu")}
-        seat |= {"shares_device": True, "stop_token_ids": [], "name": f"oneworld-{launch}-engine{rank}"}
+        seat |= {"sleeps": True, "stop_token_ids": [], "name": f"oneworld-{launch}-engine{rank}"}
         rollout, data = RolloutConfig(max_new_tokens=max_new_tokens, max_num_seqs=256), DataConfig(max_prompt_tokens=32)
         options = _engine_options(Config(rollout=rollout, data=data), folder, EngineSeat(**seat))
         config = EngineArgs(**options).create_engine_config()

@@ -84,7 +84,7 @@ def llm(memory: Any, monkeypatch: pytest.MonkeyPatch) -> FakeVllm:
 
 @pytest.fixture
 def engine(build: Any, llm: FakeVllm) -> Any:
-    seat = SimpleNamespace(stop_token_ids=[], shares_device=True, device=torch.device("cuda"))
+    seat = SimpleNamespace(stop_token_ids=[], sleeps=True, device=torch.device("cuda"))
     return build.VllmEngine(llm, SimpleNamespace(entered=nullcontext), seat)
 
 
@@ -134,7 +134,7 @@ def test_a_build_beats_between_its_phases_and_marks_what_vllm_compiles(
     monkeypatch.setattr(build.c10d, "barrier", look)
     for name in ("turn_off_packing", "unlink_shared_memory", "install_fast_decode", "Generators"):
         monkeypatch.setattr(build, name, lambda *args: None)
-    seat = SimpleNamespace(stop_token_ids=[], shares_device=True, device=torch.device("cpu"), tp_size=1)
+    seat = SimpleNamespace(stop_token_ids=[], sleeps=True, device=torch.device("cpu"), tp_size=1)
     failed = SimpleNamespace(abandon=look) if is_rebuilt else None
     build.build(Config(), Path(), seat, failed)
     first = "the memory of the failed engine" if is_rebuilt else "its process groups"
@@ -247,7 +247,7 @@ def test_outside_the_tested_versions_the_fast_paths_are_off(
     monkeypatch.setattr(build, "unlink_shared_memory", lambda seat: None)
     monkeypatch.setattr(build.c10d, "barrier", lambda: None)
     group = SimpleNamespace(entered=nullcontext)
-    seat = SimpleNamespace(name="test", tp_rank=0, tp_size=1, stop_token_ids=[], shares_device=True)
+    seat = SimpleNamespace(name="test", tp_rank=0, tp_size=1, stop_token_ids=[], sleeps=True)
     seat.device = torch.device("cuda")
     built = build.build(Config(), tmp_path, seat, failed=SimpleNamespace(abandon=lambda: group))
     assert switched_on == (["rl.rollout.vllm.attention.DecodeBackend", "noise", scheduler] if is_tested else [])
@@ -309,7 +309,7 @@ def test_only_conversations_need_graphs_for_steps_with_prompts(build: Any) -> No
     ],
 )
 def test_engine_options_may_choose_other_graphs(build: Any, settings: dict[str, Any], expected: Any) -> None:
-    seat = SimpleNamespace(device=torch.device("cuda"), tp_size=1, shares_device=True, name="engine")
+    seat = SimpleNamespace(device=torch.device("cuda"), tp_size=1, sleeps=True, name="engine")
     config = Config(rollout=RolloutConfig(max_num_seqs=4, engine_options=settings))
     assert build._engine_options(config, Path("model"), seat)["compilation_config"] == expected
     seat.device = torch.device("cpu")
@@ -327,7 +327,7 @@ def test_engine_options_may_choose_other_graphs(build: Any, settings: dict[str, 
     ],
 )
 def test_tokens_of_a_step(build: Any, max_num_seqs: int, settings: dict[str, Any], expected: int | None) -> None:
-    seat = SimpleNamespace(device=torch.device("cuda"), tp_size=1, shares_device=True, name="engine")
+    seat = SimpleNamespace(device=torch.device("cuda"), tp_size=1, sleeps=True, name="engine")
     config = Config(rollout=RolloutConfig(max_num_seqs=max_num_seqs, engine_options=settings))
     assert build._engine_options(config, Path("model"), seat).get("max_num_batched_tokens") == expected
     seat.device = torch.device("cpu")

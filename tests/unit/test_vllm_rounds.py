@@ -52,7 +52,7 @@ def engines(vllm_environment: dict[str, str], weights: dict[str, Tensor]) -> Ite
 
 def build_engine(keep_kv: bool, shares_groups_with: Any = None) -> Any:
     settings = (*SETTINGS, f"rollout.engine_options={OPTIONS}", f"rollout.keep_kv={str(keep_kv).lower()}")
-    seat = EngineSeat("test", 0, 1, HashStore(), torch.device("cpu"), shares_device=False, stop_token_ids=[STOP])
+    seat = EngineSeat("test", 0, 1, HashStore(), torch.device("cpu"), sleeps=False, stop_token_ids=[STOP])
     build = importlib.import_module("rl.rollout.vllm.build").build
     failed = shares_groups_with and SimpleNamespace(abandon=lambda: shares_groups_with._group)
     return build(load_config(overrides=settings), MODEL, seat, failed)

@@ -19,6 +19,8 @@ from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
 from rl.config.schema import Config, ConfigError
 from rl.model.activations import max_batched_tokens
+from rl.model.memory import DTYPE_BYTES
+from rl.model.shape import read_shape
 from rl.rollout.engine import EngineSeat
 from rl.rollout.vllm.engine import VllmEngine
 from rl.rollout.vllm.fast_decode import install_fast_decode
@@ -128,7 +130,7 @@ def _engine_options(config: Config, model_folder: Path, seat: EngineSeat) -> dic
         "distributed_executor_backend": SeatExecutor,
         "disable_custom_all_reduce": config.debug.share_gpu,
         "enforce_eager": rollout.enforce_eager or is_cpu,
-        "enable_sleep_mode": seat.shares_device and not is_cpu,
+        "enable_sleep_mode": seat.sleeps and not is_cpu,
         "logprobs_mode": "processed_logprobs",  # at the sampling temperature; vLLM's default ignores it
         # With asynchronous scheduling, the order of calls depends on timing. An engine's ranks need the same order.
         "async_scheduling": seat.tp_size == 1 and not is_cpu,
@@ -144,7 +146,8 @@ def _engine_options(config: Config, model_folder: Path, seat: EngineSeat) -> dic
         names = ", ".join(unknown)
         raise ConfigError(f"rollout.engine_options: vLLM {vllm.__version__} has no option {names}; remove it")
     if not is_cpu and rollout.engine_options.get("enable_chunked_prefill") is not False:
-        options["max_num_batched_tokens"] = max_batched_tokens(rollout.max_num_seqs)
+        shape, dtype_bytes = read_shape(model_folder), DTYPE_BYTES[config.model.dtype]
+        options["max_num_batched_tokens"] = max_batched_tokens(rollout.max_num_seqs, shape, dtype_bytes, seat.tp_size)
     if not options["enforce_eager"]:
         options["compilation_config"] = graph_options(config)
         theirs = rollout.engine_options.get("compilation_config")

@@ -44,7 +44,7 @@ class VllmEngine:
         self.version = self._num_probes = 0
         self._llm, self._engine, self._group = llm, llm.llm_engine, group
         self._device, self._stop_token_ids = seat.device, seat.stop_token_ids
-        self._can_sleep = seat.shares_device and seat.device.type == "cuda"
+        self._can_sleep = seat.sleeps and seat.device.type == "cuda"
         self._asleep: set[str] = set()  # of "weights" and "kv_cache"
         self.responses: dict[str, RunningResponse] = {}  # unfinished, by vLLM's own id; the fast path reads them
         self.kv_bytes = measure_kv_cache(llm) if seat.device.type == "cuda" else 0
