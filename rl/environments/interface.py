@@ -98,8 +98,8 @@ class Workers(Protocol):
     has_reward: bool
 
     async def reset(self, conversation: str, row: dict[str, Any], seed: int, num_calls: int = 0) -> Outcome:
-        """Begin a conversation, or continue it after so many calls of tools. The value is a text, a list of messages,
-        or None: nothing to add to the prompt."""
+        """Begin a conversation, or continue it after so many calls that the model has written, valid or not. The value
+        is a text, a list of messages, or None: nothing to add to the prompt."""
 
     async def call(self, conversation: str, call: ToolCall) -> Outcome:
         """Call a tool. The value is the text of the observation."""

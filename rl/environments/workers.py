@@ -39,7 +39,7 @@ GENERATE_ARGUMENTS = msgspec.msgpack.Decoder(tuple[list[int], dict[str, Any]])
 class RecordedCall(NamedTuple):
     """A call that a conversation has made, to be repeated if its instance has to be rebuilt."""
 
-    kind: str  # reset, tool, step or reward
+    kind: str  # reset, tool, step or reward; refused: it reached no code, but its number is used up
     name: str = ""  # of the tool
     value: Any = None  # arguments or message
 
@@ -49,7 +49,7 @@ class _Conversation:
         self.name, self.row, self.seed = name, row, seed
         self.calls: list[RecordedCall] = []
         self.process: WorkerProcess | None = None  # where its instance lives
-        self.num_earlier = 0  # calls of functions before `calls`
+        self.num_earlier = 0  # calls of tools before `calls`, refused ones too
         self.ended: Outcome | None = None  # why its instance is gone
         self.rollout: _Rollout | None = None
 
@@ -118,7 +118,8 @@ class EnvironmentWorkers:
         self._pool.chat, self._pool.tokenizer = chat, tokenizer
 
     async def reset(self, conversation: str, row: dict[str, Any], seed: int, num_calls: int = 0) -> Outcome:
-        """Begin a conversation. `num_calls` counts the calls of functions before, if it is continued without them."""
+        """Begin a conversation. `num_calls` counts the calls that the model has written before, valid or not, if it is
+        continued without them."""
         known = self._conversations[conversation] = _Conversation(conversation, row, seed)
         known.num_earlier = num_calls
         if self._environment.class_ is None:
@@ -128,8 +129,10 @@ class EnvironmentWorkers:
     async def call(self, conversation: str, call: ToolCall) -> Outcome:
         known, tool = self._find(conversation), self._environment.tools.get(call.name)
         if call.problem:
+            known.calls.append(RecordedCall("refused"))
             return Outcome("bad_arguments", text=call.problem)
         if tool is None:
+            known.calls.append(RecordedCall("refused"))
             names = ", ".join(self._environment.tools) or "there are none"
             return Outcome("unknown_tool", text=f"there is no tool {call.name[:100]!r}; the tools are: {names}")
         recorded = RecordedCall("tool", call.name, call.arguments)
@@ -217,7 +220,7 @@ class EnvironmentWorkers:
             known.process = process
             process.instances.add(known.name)
             for number, earlier in enumerate(known.calls):
-                if self._is_plain(earlier):
+                if not self._needs_instance(earlier):
                     continue
                 outcome = await self._pool.call(self._request(known, number, earlier), process)
                 if outcome.status in ("timeout", "crash"):
@@ -256,8 +259,10 @@ class EnvironmentWorkers:
         value = known.row if call.kind == "reset" else call.value
         return CallRequest(call.kind, known.name, known.seed, number, call.name, value)
 
-    def _is_plain(self, call: RecordedCall) -> bool:
-        return call.kind == "tool" and not self._environment.tools[call.name].is_method
+    def _needs_instance(self, call: RecordedCall) -> bool:
+        if call.kind == "tool":
+            return self._environment.tools[call.name].is_method
+        return call.kind != "refused"
 
     def _release(self, known: _Conversation) -> None:
         assert known.process is not None

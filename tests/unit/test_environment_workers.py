@@ -4,11 +4,12 @@ fresh process with an event loop, which forks real workers. A fault costs its ow
 import asyncio
 import multiprocessing
 import os
+import re
 import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,13 @@ import pytest
 
 from rl.config.schema import EnvironmentConfig
 from rl.environments import processes, worker
-from rl.environments.interface import Generated, Outcome, ToolCall
+from rl.environments.conversation import LiveConversation
+from rl.environments.interface import Generated, Outcome, ParsedTurn, ToolCall
+from rl.environments.protocol import Open, Recorded
 from rl.environments.workers import EnvironmentWorkers
 from rl.rewards.process_tree import children_of, descendants_of
 from tests.reward_attacks import MARK, members
+from tests.unit.test_live_conversations import Letters, Model, ids
 
 pytestmark = pytest.mark.timeout(60)
 FILE = str(Path(__file__).resolve().parent.parent / "environment_code.py")
@@ -185,6 +189,8 @@ async def test_other_faults_of_a_tool_cost_its_own_call() -> None:
 
 
 async def count_up(workers: EnvironmentWorkers, name: str, numbers: range) -> list[str]:
+    """A refused call comes first. It must not disturb an instance that is rebuilt."""
+    assert (await workers.call(name, ToolCall("lost", {}))).status == "unknown_tool"
     return [ok(await workers.call(name, ToolCall("add", {"number": number}))) for number in numbers]
 
 
@@ -292,6 +298,39 @@ async def test_random_numbers_depend_on_the_conversation_and_the_call() -> None:
     await workers.reset("d", {}, 1, num_calls=2)
     assert await draw("d", 2) == drawn[0][2:], "continued elsewhere"
     workers.close()
+
+
+@in_server
+async def test_a_carried_conversation_draws_the_numbers_of_one_that_was_not_carried() -> None:
+    """Calls of unknown tools, and calls that cannot be read, use up numbers as all others do."""
+    workers = make("dice")
+
+    async def converse(said: list[str], history: list[Recorded], counts: dict[str, int]) -> Model:
+        model = Model(*said, "done.")
+        opened = Open((1, 2, 3, 0), {}, [{"role": "user", "content": "hi"}], [1], 5, history, counts)
+        settings = EnvironmentConfig(tools=[f"{FILE}:dice"], max_turns=9)
+        assert (await LiveConversation(opened, settings, 100, Broken(), workers, model.ask).run()).ending == "done"
+        return model
+
+    turns = ["!dice!lost!dice.", "!?dice.", "!dice.", "!lost!dice!dice."]
+    whole = await converse(turns, [], {})
+    drawn = re.findall(r"<(\[.*?\])", whole.read[-1])
+    assert len(set(drawn)) == len(drawn) == 5 and "there is no tool 'lost'" in whole.read[-1]
+    for after in range(1, 5):  # it is carried after so many turns
+        said = [Recorded(ask.prompt, ids(turn), []) for ask, turn in zip(whole.asked, turns[:after], strict=False)]
+        history = [*said, Recorded(whole.asked[after].prompt, [], [])]
+        carried = await converse(turns[after:], history, whole.asked[after].counts)
+        assert carried.read == whole.read[after:], after
+    workers.close()
+
+
+class Broken(Letters):
+    """Calls whose name begins with `?` cannot be read."""
+
+    def parse(self, completion: list[int], prompt: Sequence[int]) -> ParsedTurn:
+        turn = super().parse(completion, prompt)
+        calls = [ToolCall(call.name, {}, "it is broken" * call.name.startswith("?")) for call in turn.calls]
+        return ParsedTurn(turn.text, calls=calls)
 
 
 @in_server
