@@ -124,8 +124,8 @@ def run(folder: Path, args: argparse.Namespace) -> tuple[list[dict[str, Any]], d
 def update_memory(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Return the largest device memory of these updates by kind. On a CPU there is none."""
     prefix = "gpu/memory_gb/"
-    names = [name for name in rows[0] if name.startswith(prefix)]
-    return {name.removeprefix(prefix): round(max(row[name] for row in rows), 2) for name in names}
+    names = sorted({name for row in rows for name in row if name.startswith(prefix)})  # some are sampled by time
+    return {name.removeprefix(prefix): round(max(row.get(name, 0.0) for row in rows), 2) for name in names}
 
 
 def trained_work(folder: Path, steps: Sequence[int]) -> Work:

@@ -98,6 +98,7 @@ class Actor:
 
     def publish(self, step: int) -> int:
         """Send the weights to all engines as the next version, which `step` samples from. Return the version."""
+        self._free_cached_memory()  # which an engine of this rank needs for its weights
         for trainer in self.trainers:
             trainer.start_offload()  # only now, since the copies would delay the metrics of the update
         return self.sync.publish(step, self.give_device_to_engine)
@@ -109,8 +110,11 @@ class Actor:
                 self.checkpoints.wait_copied()
             for part in (self.scorer, *self.trainers):
                 part.offload()
-            if self.config.rollout.sleep != "never":
-                free_cached_memory(self.learner.device)
+            self._free_cached_memory()
+
+    def _free_cached_memory(self) -> None:
+        if self.sampler.rollouts.service is not None and self.config.rollout.sleep != "never":
+            free_cached_memory(self.learner.device)
 
     def give_device_to_learner(self) -> None:
         if self.sampler.rollouts.service is not None:

@@ -176,11 +176,14 @@ class VllmEngine:
         return [entry[token].logprob for entry, token in zip(outputs[0].prompt_logprobs[1:], tokens[1:], strict=True)]
 
     def sleep(self) -> None:
-        """Free the memory and drop its contents, since the next sync brings new weights."""
-        if not self._can_sleep or "weights" in self._asleep:
+        """Free the memory and drop its contents, since the next sync brings new weights. An engine that stays awake
+        only collects garbage, which Python would otherwise do while responses wait for their next tokens."""
+        if self._device.type != "cuda" or "weights" in self._asleep:
             return
         self._drain()
         collect_garbage()
+        if not self._can_sleep:
+            return
         with self._group.entered():
             if self._asleep:  # the cache is still asleep, because nothing was sampled with these weights
                 free_weights(self._llm)

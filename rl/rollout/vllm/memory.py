@@ -45,8 +45,8 @@ def free_abandoned_memory() -> None:
 
 
 def collect_garbage() -> None:
-    """Collect garbage. If that took long, freeze the remaining objects, so that later collections skip them. vLLM
-    collects at every sleep. It would spend 0.1 s each time on the learner's compiled code, which is never freed."""
+    """Collect garbage. If that took long, freeze the remaining objects, so that later collections skip them: 0.1 s
+    would go to the learner's compiled code, which is never freed. vLLM collects at every sleep, and Python at times."""
     start = time.perf_counter()
     gc.collect()
     if time.perf_counter() - start > LONG_COLLECTION_S:
