@@ -27,6 +27,25 @@ class Tokenizer(Protocol):
     def apply_chat_template(self, conversation: list[dict[str, str]], **options: bool) -> str: ...
 
 
+def decode_all(tokenizer: Tokenizer, sequences: list[list[int]]) -> list[str]:
+    """Return the text of each sequence, without special tokens, as `Tokenizer.decode` does.
+
+    Most tokenizers of transformers only call the package tokenizers, which decodes many sequences on all cores.
+    """
+    inner = getattr(tokenizer, "backend_tokenizer", None)
+    if inner is None or not _only_calls(tokenizer, inner):
+        return [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in sequences]
+    return list(inner.decode_batch(sequences, skip_special_tokens=True))
+
+
+def _only_calls(tokenizer: Any, inner: Any) -> bool:
+    """Return whether `tokenizer` adds nothing to the texts of the tokenizer inside it, such as a removal of spaces."""
+    is_plain = type(tokenizer)._decode.__module__ == "transformers.tokenization_utils_tokenizers"
+    force = getattr(tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", True)
+    keeps_spaces = not tokenizer.clean_up_tokenization_spaces or (type(inner.model).__name__ == "BPE" and not force)
+    return is_plain and keeps_spaces
+
+
 @dataclass(frozen=True)
 class Prompt:
     id: int  # number of the row among the rows of all files

@@ -15,7 +15,7 @@ from rl.common.files import write_atomically
 from rl.config.schema import Config
 from rl.data.batch import Batch
 from rl.data.conversations import read_conversations
-from rl.data.prompts import Prompt, Tokenizer
+from rl.data.prompts import Prompt, Tokenizer, decode_all
 from rl.evaluation.estimates import estimate, majority, pass_at, powers_of_two
 from rl.placement.roles import Placement
 from rl.report.tensorboard import EventWriter
@@ -126,8 +126,8 @@ class Evaluation:
     def _read_responses(self, group: Batch) -> Iterator[dict[str, Any]]:
         """Yield the fields of each ScoredResponse that the batch has."""
         sampled = group.tokens[group.loss_mask].split(group.response_lengths.tolist())
-        for tokens, is_truncated in zip(sampled, group.truncated.tolist(), strict=True):
-            text = self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
+        texts = decode_all(self._tokenizer, [tokens.tolist() for tokens in sampled])
+        for tokens, text, is_truncated in zip(sampled, texts, group.truncated.tolist(), strict=True):
             yield {"text": text, "num_tokens": len(tokens), "is_truncated": is_truncated}
 
     def _read_conversations(self, group: Batch) -> Iterator[dict[str, Any]]:

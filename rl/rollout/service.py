@@ -7,13 +7,13 @@ inside a collective. See followers.py.
 
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from rl.data.batch import Batch
-from rl.data.prompts import Tokenizer, sample_seed
+from rl.data.prompts import Tokenizer, decode_all, sample_seed
 from rl.environments.protocol import Ask, Ended
 from rl.rewards.failure import RewardFailure, quote
 from rl.rewards.pool import RewardPool
@@ -84,6 +84,16 @@ class ConversationEnded(Message):
     ended: Ended
 
 
+@dataclass(frozen=True)
+class EndedResponse:
+    """A response that is to be scored."""
+
+    group: Group
+    sample: int
+    tokens: list[int]
+    about: dict[str, Any]  # what else the reward functions find in its row
+
+
 class Recorder(Protocol):
     """Writes groups to files: see rl/rollout/archive.py."""
 
@@ -122,6 +132,7 @@ class RolloutService(Service):
         self.recorder: Recorder | None = None  # in the phase rollout: writes groups to files
         self.conversations: Conversations | None = None  # on the lead, if samples are conversations
         self._room = 0.0  # for groups, that the leader knows of
+        self._ended: list[EndedResponse] = []  # to be scored
         self._pull()
 
     @property
@@ -191,6 +202,7 @@ class RolloutService(Service):
                 self.host.follow(self._step, self.name)
             case RebuildEngine():
                 self.host.replace()
+        self._score_ended()
         self._tell_reason()
 
     def _tell_reason(self) -> None:
@@ -223,6 +235,7 @@ class RolloutService(Service):
         collected = self.conversations.together() if self.conversations is not None else nullcontext()
         with collected, self._rewards.together():
             is_last_of_group = [self._take(completion) for completion in ended]
+            self._score_ended()
         self._report_progress(is_urgent=any(is_last_of_group))
         if any(is_last_of_group) or (self.conversations is not None and int(self._num_free) > int(self._room)):
             self._pull()
@@ -247,19 +260,26 @@ class RolloutService(Service):
             response, sampling = group.responses[sample], task.sampling
             response.append(completion, task.version, sampling.max_new_tokens, sampling.length(task.prompt, sample))
             if response.is_ended:
-                self._submit(group, sample, response.tokens)
+                self._end(EndedResponse(group, sample, response.tokens, {}))
         group.running.discard(sample)
         self._deliver_if_done(group)
         return group.is_sampled
 
-    def _submit(self, group: Group, sample: int, tokens: list[int], about: Mapping[str, Any] | None = None) -> None:
-        """Submit a response to the reward functions. They find what is known `about` it in its row."""
-        task, prompt = group.task, group.task.prompt
-        key, row = (task.batch, task.position, sample, group.attempt), prompt.row | {"answer": prompt.answer}
-        text = self._tokenizer.decode(tokens, skip_special_tokens=True)
+    def _score_ended(self) -> None:
+        """Submit the responses that have ended to the reward functions. They are decoded together, on all cores."""
+        if not self._ended:
+            return
         assert self._rewards is not None
-        group.num_unscored += 1
-        self._rewards.submit(key, prompt.text, text, row | dict(about or {}), task.sampling.answer_of)
+        ended, self._ended = self._ended, []
+        for each, text in zip(ended, decode_all(self._tokenizer, [each.tokens for each in ended]), strict=True):
+            task, prompt = each.group.task, each.group.task.prompt
+            key = (task.batch, task.position, each.sample, each.group.attempt)
+            row = prompt.row | {"answer": prompt.answer} | each.about
+            self._rewards.submit(key, prompt.text, text, row, task.sampling.answer_of)
+
+    def _end(self, response: "EndedResponse") -> None:
+        response.group.num_unscored += 1
+        self._ended.append(response)
 
     def _end_conversation(self, group: Group, ended: Ended) -> None:
         """Have a conversation scored. If the user's code has failed, it has no score."""
@@ -274,7 +294,7 @@ class RolloutService(Service):
             self._take_score(group, sample, self._rewards.failed(status, ended.problem))
         else:
             about = {"messages": ended.messages, "environment_reward": ended.reward}
-            self._submit(group, sample, conversation.last_tokens, about)
+            self._end(EndedResponse(group, sample, conversation.last_tokens, about))
         self._leave(group, sample)
 
     def _take_score(self, group: Group, sample: int, result: dict[str, Any]) -> None:

@@ -140,7 +140,7 @@ def derive(
     if not device_bytes:
         return Derived(derive_for_cpu(config), dict.fromkeys(names, "on a CPU"))
     if not placement.engines:  # a phase without sampling
-        config = with_values(config, {name: ON_CPU[name] for name in names if name in (SLOTS, FRACTION)})
+        config = with_values(config, {name: ON_CPU[name] for name in names if name in (SLOTS, FRACTION, SLEEP)})
         names = open_settings(config)
     largest_share = max((placement.engine_shares or {}).values(), default=0.0)
     slots = count_slots(config, max(1, len(placement.engines)), largest_share, trains, alike)
@@ -267,11 +267,12 @@ class _Search:
         """Return whether engine and learner of a GPU should take turns with its memory, and why."""
         if not any(role.engine and role.states for role in self._estimate(config)):
             return "never", "no engine shares a GPU with a learner"
+        if not self._trains or config.actor.offload != "none":
+            return "always", "no update follows" if not self._trains else "state is offloaded while the engine works"
         together = self._update_peak(with_values(config, {SLEEP: "never"}), engine)
         enough = int(AWAKE_SHARE * self._card.usable)
-        is_small = self._trains and config.actor.offload == "none" and together <= enough
         needs = f"engine and update need {format_bytes(together)} together"
-        return ("never", needs) if is_small else ("always", f"{needs}, more than {format_bytes(enough)}")
+        return ("never", needs) if together <= enough else ("always", f"{needs}, more than {format_bytes(enough)}")
 
     def _awake_bytes(self, config: Config, role: RoleMemory, engine: EngineMemory) -> int:
         """Return what a rank's engine keeps during an update because it does not sleep."""
@@ -301,7 +302,8 @@ class _Search:
                 if role.engine and config.rollout.sleep == "never":  # the engine gets what `needed` tokens leave
                     left = room + SLEEPING_BYTES - engine.beside
                     for_engine = min(for_engine, left - memory[name].per_token * needed)
-                    room = left - max(self._share(config, engine), min(engine.total, int(for_engine)))
+                    rounded = engine.total + self._card.whole // 100  # as a share of the card
+                    room = left - max(self._share(config, engine), min(rounded, int(for_engine)))
                 if room < state.late:
                     num_tokens = min(num_tokens, 0)
                 elif name == "critic" and config.critic.max_tokens_per_micro_batch:  # it is used as given

@@ -126,7 +126,16 @@ def test_few_responses_reach_a_high_limit(longest: int, enough: int) -> None:
 
 
 def test_a_step_of_an_engine_has_room_for_all_sequences() -> None:
-    assert [max_batched_tokens(count) for count in (8, 1024, 5000)] == [4096, 4096, 5000]
+    assert [max_batched_tokens(count, None, 2, 1) for count in (8, 1024, 5000)] == [4096, 4096, 5000]
+
+
+def test_a_step_of_a_small_engine_has_many_prompts() -> None:
+    """512 MiB hold 17,476 tokens of (6 x 1,024 + 3 x 3,072) x 2 bytes, and half as many in float32."""
+    assert max_batched_tokens(8, QWEN3_0_6B, 2, 1) == 16_384
+    assert max_batched_tokens(8, QWEN3_0_6B, 4, 1) == 8192
+    assert max_batched_tokens(8, QWEN3_0_6B, 4, 2) == 12_288, "with half of the MLP: 12,483 tokens"
+    wide = QWEN3_0_6B._replace(hidden=8192, intermediate=28_672)
+    assert max_batched_tokens(8, wide, 2, 1) == 4096
 
 
 def test_the_shape_of_the_shipped_model() -> None:

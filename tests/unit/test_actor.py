@@ -1,5 +1,6 @@
 """What the loop asks of an actor, with stand-ins for parts that need other ranks."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rl.config.schema import AlgoConfig, Config
+from rl.config.schema import AlgoConfig, Config, RolloutConfig
 from rl.data.batch import Batch
 from rl.learner.policy import PolicyTrainer
 from rl.run.actor import Actor
@@ -50,3 +51,34 @@ def test_nothing_adapts_to_an_update_that_learnt_from_nothing(num_tokens: int) -
     before = learner.kl_coef
     learner.adapt(float("nan"), 2)
     assert learner.kl_coef == before, "a KL that is no number adapts nothing"
+
+
+TURNS = ["free", "start offload", "sync", "offload", "offload", "free"]
+
+
+@pytest.mark.parametrize(
+    ("sleep", "hosts_engine", "expected"),
+    [
+        ("always", True, TURNS),
+        ("never", True, [each for each in TURNS if each != "free"]),
+        ("always", False, ["start offload", "sync"]),
+    ],
+)
+def test_memory_is_freed_before_an_engine_wakes_unless_both_keep_theirs(
+    sleep: Any, hosts_engine: bool, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine allocates its weights in the sync, and its KV cache after the offload."""
+    done: list[str] = []
+    monkeypatch.setattr("rl.run.actor.free_cached_memory", lambda device: done.append("free"))
+
+    def say(what: str) -> Any:
+        return lambda *arguments: done.append(what)
+
+    part = SimpleNamespace(offloads=False, device=None, offload=say("offload"), start_offload=say("start offload"))
+    actor = make_actor(replace(Config(), rollout=RolloutConfig(sleep=sleep)), learner=part, scorer=part)
+    sampler: Any = SimpleNamespace(rollouts=SimpleNamespace(service=object() if hosts_engine else None))
+    sync: Any = SimpleNamespace(publish=say("sync"))
+    actor = replace(actor, sampler=sampler, sync=sync)
+    actor.publish(1)
+    actor.give_device_to_engine()
+    assert done == expected

@@ -29,6 +29,7 @@ from rl.run.derive import (
     OFFLOAD,
     ON_CPU,
     RECOMPUTE,
+    SLEEP,
     SLOTS,
     TOKENS,
     Derived,
@@ -110,20 +111,20 @@ def values_of(derived: Derived) -> tuple[Any, ...]:
         # One GPU has all 512 sequences. Small models have room for everything.
         # Tiny models have larger micro-batches, so that the GPU does not wait for the host.
         ("135M", 1, 141, [], (512, 0.06, 48_640, "none", "none")),
-        ("135M", 1, 24, [], (512, 0.35, 26_112, "none", "none")),
+        ("135M", 1, 24, [], (512, 0.36, 26_112, "none", "none")),
         ("0.6B", 1, 141, [], (512, 0.25, 20_480, "none", "none")),
-        ("0.6B", 1, 80, [], (512, 0.43, 20_480, "none", "none")),
+        ("0.6B", 1, 80, [], (512, 0.44, 20_480, "none", "none")),
         ("1.7B", 1, 141, [], (512, 0.42, 20_480, "none", "none")),
         # 20.5 GB of weights and moments and 62 GB of engine are too much for 80 GB, so moments leave.
-        ("1.7B", 1, 80, [], (512, 0.73, 20_480, "moments", "none")),
+        ("1.7B", 1, 80, [], (512, 0.74, 20_480, "moments", "none")),
         # 24 GB: the engine needs 36 GB for all sequences, and gets what is left. 8,192 tokens fit without moments.
         ("0.6B", 1, 24, [], (512, 0.73, 8192, "moments", "none")),
         # 27.4 GB of training state do not fit into 24 GB.
         ("1.7B", 1, 24, [], (512, 0.88, 12_800, "always", "selective")),
         # 8 engines share the sequences. The state is an eighth.
         ("0.6B", 8, 80, [], (64, 0.09, 20_480, "none", "none")),
-        ("1.7B", 8, 24, [], (64, 0.5, 9728, "none", "selective")),
-        ("0.6B", 32, 24, [], (16, 0.16, 11_776, "none", "none")),
+        ("1.7B", 8, 24, [], (64, 0.51, 9728, "none", "selective")),
+        ("0.6B", 32, 24, [], (16, 0.18, 11_776, "none", "none")),
         # 122 GB of state fit one H200 only if activations and moments take turns: 61 GB, and 68 GB for 13,312 tokens.
         ("7B", 1, H200, [], (512, 0.24, 13_312, "moments", "none")),
         # With several optimizer steps per batch, moments stay for the later ones.
@@ -236,6 +237,7 @@ def test_more_ranks_never_make_it_worse(name: str) -> None:
 
 def test_given_values_are_used_as_given() -> None:
     given = [f"{SLOTS}=100", f"{FRACTION}=0.3", f"{TOKENS}=4000", f"{OFFLOAD}=rollout", f"{RECOMPUTE}=full"]
+    given.append(f"{SLEEP}=always")
     derived = found("7B", 1, 80, *given)
     assert derived.values == {} and derived.config == load_config(overrides=[*WORK, *given])
     for setting in given:
@@ -247,6 +249,43 @@ def test_given_values_are_used_as_given() -> None:
     assert values_of(found("1.7B", 1, 80))[3:] == ("moments", "none")
     more = found("1.7B", 1, 80, f"{TOKENS}=30720")
     assert (more.values[OFFLOAD], more.values[RECOMPUTE]) == ("moments", "selective") and not more.problem
+
+
+SHORT = ["rollout.num_samples_per_prompt=16", "rollout.max_new_tokens=24"]
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "gpu", "settings", "expected"),
+    [
+        ("135M", 1, H200, SHORT, ("never", "engine and update need 38.53 GB together")),
+        ("135M", 1, 24, SHORT, ("always", "engine and update need 25.01 GB together, more than 8.98 GB")),
+        # More than 0.4 of 143.3 GB.
+        ("0.6B", 1, H200, [], ("always", "engine and update need 80.77 GB together, more than 57.31 GB")),
+        ("0.6B", 8, H200, [], ("never", "engine and update need 40.95 GB together")),
+        ("0.6B", 8, H200, [f"{OFFLOAD}=moments"], ("always", "state is offloaded while the engine")),
+        ("14B", 8, 80, ["placement.rollout=0-3", "placement.actor=4-7"], ("never", "no engine shares a GPU with a")),
+    ],
+)
+def test_small_engines_and_learners_keep_their_memory(
+    name: str, num_ranks: int, gpu: float, settings: list[str], expected: tuple[str, str]
+) -> None:
+    derived = found(name, num_ranks, gpu, *settings)
+    assert (derived.values[SLEEP], derived.reasons[SLEEP].startswith(expected[1])) == (expected[0], True), (
+        derived.reasons[SLEEP]
+    )
+    assert not derived.problem
+
+
+def test_an_engine_that_must_stay_awake_leaves_less_to_the_update() -> None:
+    """On 96 GB, an engine of 62 GB and a state of 27 GB leave no room for micro-batches as large as usual."""
+    usual, awake = (found("1.7B", 1, 96, *settings) for settings in ([], [f"{SLEEP}=never"]))
+    assert awake.config.rollout.sleep == "never" and SLEEP not in awake.values and not awake.problem
+    assert (usual.values[TOKENS], usual.values[RECOMPUTE]) == (20_480, "none")
+    assert awake.values[TOKENS] < 20_480 and awake.values[RECOMPUTE] == "selective"
+    (peak,) = re.findall(r"([\d.]+) GB in the update", awake.use)
+    assert 90 < float(peak) < 97.5, "it includes the engine"
+    tight = found("1.7B", 1, 80, f"{SLEEP}=never", f"{OFFLOAD}=none", f"{RECOMPUTE}=none", f"{TOKENS}=30720")
+    assert f"leave {SLEEP} out" in tight.problem
 
 
 def test_a_critic_that_has_micro_batches_of_its_own_does_not_limit_those_of_the_policy() -> None:
@@ -530,7 +569,8 @@ def test_long_sequences_need_memory_for_the_results_of_their_parts() -> None:
 
 def test_engines_of_several_ranks_have_buffers_for_their_collectives() -> None:
     """1 GB. In return, a step of 4,096 tokens has half of the activations of the MLP: 3 x 3,072 of 2 bytes."""
-    alone, pair = (engine_of([f"rollout.tensor_parallel_size={size}"]).other for size in (1, 2))
+    limit = "rollout.engine_options={max_num_batched_tokens: 4096}"
+    alone, pair = (engine_of([limit, f"rollout.tensor_parallel_size={size}"]).other for size in (1, 2))
     assert pair - alone == 1_000_000_000 - 4096 * 2 * 3 * 3072 // 2
 
 

@@ -1,12 +1,13 @@
 """Tensors that are offloaded and reloaded are the same objects with the same views and values."""
 
+import os
 from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import nn
 
-from rl.learner.offload import Offloader
+from rl.learner.offload import ALLOCATOR_VARIABLES, Offloader, avoid_fragments
 from rl.learner.sharded_trainer import ShardedTrainer
 from rl.model import host_memory
 
@@ -83,3 +84,19 @@ def test_a_weight_sync_does_not_wait_for_moments_on_their_way_to_host_memory() -
     trainer.model, trainer._offloaders = nn.Linear(2, 1), {"exp_avg": moments}
     assert [part.info.name for part in trainer.weight_slices()] == ["weight", "bias"]
     assert not moments.wait.called
+
+
+@pytest.mark.parametrize("given", ["", "max_split_size_mb:512"])
+def test_settings_of_the_allocator_that_the_user_gives_are_left_alone(
+    given: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM looks for pages in the environment, and turns them off while it allocates memory that sleeps."""
+    applied: list[str] = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", applied.append)
+    for name in ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", given)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "")
+    avoid_fragments()
+    assert applied == ([] if given else [os.environ["PYTORCH_CUDA_ALLOC_CONF"]])
+    assert ("expandable_segments:True" in os.environ["PYTORCH_CUDA_ALLOC_CONF"]) is not bool(given)

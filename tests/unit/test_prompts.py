@@ -3,10 +3,13 @@
 import random
 from collections import Counter
 from fractions import Fraction
+from typing import Any
 
 import pytest
+import tokenizers
+from transformers import PreTrainedTokenizerFast
 
-from rl.data.prompts import Prompt, PromptStream, WeightedSource, sample_seed, source_at
+from rl.data.prompts import Prompt, PromptStream, WeightedSource, decode_all, sample_seed, source_at
 
 
 def make_prompts(count: int) -> list[Prompt]:
@@ -146,3 +149,23 @@ def test_the_digest_depends_on_everything_that_orders_the_stream() -> None:
     ]
     assert len({digest(), *others}) == 9
     assert digest((1, 0.5), (3, 0.25)) == digest((1, 2), (3, 1))  # the same stream
+
+
+def tokenizer_of(model: Any, **options: Any) -> PreTrainedTokenizerFast:
+    inner = tokenizers.Tokenizer(model)
+    inner.add_special_tokens(["<end>"])
+    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>", **options)
+
+
+def test_sequences_are_decoded_together_as_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tokenizer that removes spaces from its texts is called for each sequence."""
+    vocabulary = {"[UNK]": 0, "a": 1, " ": 2, ".": 3, "##b": 4}
+    pieces = tokenizer_of(tokenizers.models.BPE(vocab=vocabulary, merges=[], unk_token="[UNK]"))
+    words = tokenizer_of(tokenizers.models.WordPiece(vocab=vocabulary), clean_up_tokenization_spaces=True)
+    sequences = [[1, 2, 3, 5], [], [1, 4, 1], [5, 5]]
+    for tokenizer, texts in ((pieces, ["a   .", "", "a ##b a", ""]), (words, ["a  .", "", "a ##b a", ""])):
+        alone = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in sequences]
+        assert decode_all(tokenizer, sequences) == alone == texts
+    monkeypatch.setattr(PreTrainedTokenizerFast, "decode", lambda *args, **kwargs: "alone")
+    assert decode_all(pieces, sequences) == ["a   .", "", "a ##b a", ""]
+    assert decode_all(words, sequences) == ["alone"] * 4

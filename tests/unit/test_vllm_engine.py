@@ -110,6 +110,20 @@ def test_an_engine_that_got_weights_but_no_request_sleeps_again(engine: Any, llm
     assert engine.version == 0, "it holds no weights, so a sync must not leave any out"
 
 
+def test_an_engine_that_stays_awake_keeps_its_memory_and_its_version(
+    build: Any, llm: FakeVllm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It collects garbage when the learner gets its turn, so that Python does not in the middle of a rollout."""
+    seat = SimpleNamespace(stop_token_ids=[], sleeps=False, device=torch.device("cuda"))
+    engine = build.VllmEngine(llm, SimpleNamespace(entered=nullcontext), seat)
+    collections: list[None] = []
+    monkeypatch.setattr(sys.modules[build.VllmEngine.__module__], "collect_garbage", lambda: collections.append(None))
+    engine.begin_version()
+    engine.confirm(1)
+    engine.sleep()
+    assert llm.awake == {"weights", "kv_cache"} and engine.version == 1 and len(collections) == 1
+
+
 @pytest.mark.parametrize("is_rebuilt", [False, True])
 def test_a_build_beats_between_its_phases_and_marks_what_vllm_compiles(
     is_rebuilt: bool, build: Any, monkeypatch: pytest.MonkeyPatch
