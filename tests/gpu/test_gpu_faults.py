@@ -27,9 +27,11 @@ def test_the_last_collectives_of_a_silent_rank_are_kept(tmp_path: Path) -> None:
     assert has_pending(waiting), waiting["pg_status"]
 
 
-def test_a_failed_engine_gives_its_memory_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sleep", ["always", "never"])
+def test_a_failed_engine_gives_its_memory_back(sleep: str, tmp_path: Path) -> None:
     """Two engines would not fit into the memory."""
     options = ["rollout.engine=vllm", "rollout.gpu_memory_fraction=0.6", "train.num_steps=3", "actor.compile=false"]
+    options.append(f"rollout.sleep={sleep}")
     process = launch(tmp_path, 1, "engine, once", 0, *options)
     output = finish(process, 140)
     assert process.returncode == 0, output[-4000:]

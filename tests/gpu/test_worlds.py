@@ -63,6 +63,12 @@ def test_collocated_with_sleep_mode(offload: str, fraction: float, tmp_path: Pat
     check(f"collocated, 1 rank, actor.offload={offload}, fraction {fraction}", result)
 
 
+def test_collocated_with_an_engine_that_stays_awake(tmp_path: Path) -> None:
+    options = ["actor.offload=none", "rollout.gpu_memory_fraction=0.3", "rollout.sleep=never"]
+    result = train(tmp_path / "run", 1, *settings(), *options, timeout_s=500)
+    check("collocated, 1 rank, rollout.sleep=never", result)
+
+
 def test_what_a_run_reports_about_its_card(tmp_path: Path) -> None:
     """The kinds of memory are parts of what the card has in use, and the update uses a part of its peak."""
     options = ["rollout.gpu_memory_fraction=0.3", "actor.offload=none", "train.num_steps=6"]
