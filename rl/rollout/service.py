@@ -277,7 +277,7 @@ class RolloutService(Service):
             row = prompt.row | {"answer": prompt.answer} | each.about
             self._rewards.submit(key, prompt.text, text, row, task.sampling.answer_of)
 
-    def _end(self, response: "EndedResponse") -> None:
+    def _end(self, response: EndedResponse) -> None:
         response.group.num_unscored += 1
         self._ended.append(response)
 
