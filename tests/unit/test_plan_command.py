@@ -487,7 +487,7 @@ def test_derived_settings(answers: dict[str, Answer]) -> None:
     smaller = answers["a card of 8 GB"]
     assert smaller.code == 0 and "estimated not to fit: an update needs" in smaller.section("settings")
     unknown = answers["sizes from config"].section("settings")
-    assert unknown.endswith("actor.recompute: a run derives them from the model, which is not here")
+    assert unknown.endswith("actor.recompute, rollout.sleep: a run derives them from the model, which is not here")
     assert "micro-batches of a size that is derived from the model" in answers["sizes from config"].section("tokens")
 
 

@@ -32,7 +32,7 @@ BILLION = 10**9
 # Cards of a few MB are too small to derive settings for them.
 GIVEN = [
     *("rollout.max_num_seqs=256", "rollout.gpu_memory_fraction=0.85", "actor.max_tokens_per_micro_batch=8192"),
-    *("actor.offload=none", "actor.recompute=none"),
+    *("actor.offload=none", "actor.recompute=none", "rollout.sleep=always"),
 ]
 
 
