@@ -65,7 +65,7 @@ def measure(settings: list[str], rounds: int, file: Path) -> None:
 @contextmanager
 def vllms_own(scheduler: Any) -> Iterator[None]:
     """Put vLLM's own methods back in the place of ours (rl/rollout/vllm/fast_decode.py)."""
-    owners, names = (scheduler, scheduler.kv_cache_manager), ("update_from_output", "allocate_slots", "cache_blocks")
+    owners, names = (scheduler, scheduler.kv_cache_manager), ("schedule", "update_from_output", "allocate_slots")
     ours = [(owner, name, vars(owner).pop(name)) for owner in owners for name in names if name in vars(owner)]
     try:
         yield

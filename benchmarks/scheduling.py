@@ -3,8 +3,8 @@
     python benchmarks/scheduling.py [--sequences 512] [--new-tokens 200] [--rounds 3]
 
 The model runner is replaced by one that answers at once, so a step consists of scheduling and of processing outputs.
-The scheduler is vLLM's asynchronous one, with prefix caching. Rounds of both take turns after a warm-up round of each;
-medians are printed.
+The scheduler is vLLM's asynchronous one, with prefix caching. Groups of 8 sequences share a prompt. Rounds of both take
+turns after a warm-up round of each. Printed are medians of a step, and of a round with requests, prompts and ends.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,12 +25,13 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, also in an environment of one's own
 
 from rl.config.schema import ROOT
+from rl.model.activations import MAX_BATCHED_TOKENS
 from rl.rollout.dispatch import Sampling
 from rl.rollout.engine import Request
 from rl.rollout.vllm.engine import VllmEngine, vllm
 from rl.rollout.vllm.fast_decode import install_fast_decode
 
-PROMPT_TOKENS = 63
+PROMPT_TOKENS, GROUP = 63, 8
 
 
 class InstantExecutor:
@@ -76,6 +78,8 @@ def build_engine(num_sequences: int, max_model_len: int) -> tuple[Any, Any, dict
         max_num_seqs=num_sequences,
         enforce_eager=True,
         kv_cache_memory_bytes=2 << 30,
+        block_size=32,  # the smallest on CPUs; GPUs have 16
+        max_num_batched_tokens=MAX_BATCHED_TOKENS,
         scheduler_cls="vllm.v1.core.sched.async_scheduler.AsyncScheduler",
     )
     core = llm.llm_engine.engine_core.engine_core
@@ -86,21 +90,27 @@ def build_engine(num_sequences: int, max_model_len: int) -> tuple[Any, Any, dict
     methods = {"vllm": [getattr(owner, name) for owner, name in places]}
     group = SimpleNamespace(entered=nullcontext)
     engine = VllmEngine(llm, group, seat)  # type: ignore[arg-type]
-    install_fast_decode(core.scheduler, engine.responses)
+    install_fast_decode(core.scheduler, engine.responses, are_continued=False)
     methods["ours"] = [getattr(owner, name) for owner, name in places]
     engine.version = 1
     return engine, places, methods
 
 
-def milliseconds_per_step(engine: Any, num_sequences: int, new_tokens: int) -> float:
-    prompt = list(range(1, 1 + PROMPT_TOKENS))
+def sample(engine: Any, num_sequences: int, new_tokens: int) -> dict[str, float]:
+    """Return the milliseconds of the median step, and of everything."""
+    prompts = [list(range(first, first + PROMPT_TOKENS)) for first in range(-(-num_sequences // GROUP))]
     sampling = Sampling(num_samples=1, temperature=1.0, max_new_tokens=new_tokens)
-    engine.add([Request(str(number), prompt, sampling, new_tokens, seed=None) for number in range(num_sequences)])
-    start, num_steps = time.perf_counter(), 0
+    requests = [
+        Request(str(number), prompts[number // GROUP], sampling, new_tokens, seed=None)
+        for number in range(num_sequences)
+    ]
+    times = [time.perf_counter()]
+    engine.add(requests)
     while engine.num_unfinished:
         engine.step()
-        num_steps += 1
-    return 1000 * (time.perf_counter() - start) / num_steps
+        times.append(time.perf_counter())
+    step = statistics.median(later - earlier for earlier, later in pairwise(times[1:]))
+    return {"step": 1000 * step, "round": 1000 * (times[-1] - times[0])}
 
 
 def main() -> None:
@@ -111,18 +121,17 @@ def main() -> None:
     args = parser.parse_args()
     os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"  # nothing is computed
     engine, places, methods = build_engine(args.sequences, PROMPT_TOKENS + args.new_tokens)
-    taken: dict[str, list[float]] = {name: [] for name in methods}
+    taken: dict[str, list[float]] = {f"{name}_{part}_ms": [] for name in methods for part in ("step", "round")}
     for number in range(1 + args.rounds):
         for name, functions in methods.items():
             for (owner, method), function in zip(places, functions, strict=True):
                 setattr(owner, method, function)
-            value = milliseconds_per_step(engine, args.sequences, args.new_tokens)
-            if number:
-                taken[name].append(value)
-    medians = {f"{name}_ms": round(statistics.median(values), 2) for name, values in taken.items()}
-    rounds = {name: [round(value, 2) for value in values] for name, values in taken.items()}
+            for part, value in sample(engine, args.sequences, args.new_tokens).items():
+                if number:
+                    taken[f"{name}_{part}_ms"].append(value)
+    medians = {name: round(statistics.median(values), 2) for name, values in taken.items()}
     versions = {"vllm": vllm.__version__}
-    print(json.dumps({"benchmark": "scheduling"} | vars(args) | versions | medians | {"rounds": rounds}), flush=True)
+    print(json.dumps({"benchmark": "scheduling"} | vars(args) | versions | medians), flush=True)
 
 
 if __name__ == "__main__":

@@ -256,7 +256,7 @@ def test_outside_the_tested_versions_the_fast_paths_are_off(
     monkeypatch.setattr(build.vllm, "__version__", version)
     monkeypatch.setattr(build.vllm, "LLM", lambda **options: llm)
     monkeypatch.setattr(build, "register_backend", lambda backend, path: switched_on.append(path))
-    monkeypatch.setattr(build, "install_fast_decode", lambda scheduler, responses: switched_on.append(scheduler))
+    monkeypatch.setattr(build, "install_fast_decode", lambda scheduler, *options: switched_on.append(scheduler))
     monkeypatch.setattr(build, "Generators", lambda llm: switched_on.append("noise"))
     monkeypatch.setattr(build, "unlink_shared_memory", lambda seat: None)
     monkeypatch.setattr(build.c10d, "barrier", lambda: None)
@@ -271,6 +271,30 @@ def test_outside_the_tested_versions_the_fast_paths_are_off(
         rollout = RolloutConfig(max_new_tokens=8, max_tokens_per_round=4)
         build.build(Config(rollout=rollout), tmp_path, seat, failed=SimpleNamespace(abandon=lambda: group))
         assert switched_on == ["noise"]  # responses are continued, which is not a matter of speed
+
+
+@pytest.mark.parametrize(
+    ("config", "are_continued"),
+    [
+        (Config(), False),
+        (Config(rollout=RolloutConfig(max_tokens_per_round=4)), False),  # in the next round, with other weights
+        (Config(rollout=RolloutConfig(max_tokens_per_round=4, keep_kv=True)), True),
+        (Config(environment=EnvironmentConfig(tools=["file.py:tool"])), True),
+    ],
+)
+def test_only_responses_that_are_continued_with_their_kv_cache_are_in_the_prefix_cache(
+    config: Config, are_continued: bool, build: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[bool] = []
+    monkeypatch.setattr(build.vllm, "LLM", lambda **options: FakeVllm())
+    monkeypatch.setattr(build, "install_fast_decode", lambda scheduler, responses, value: given.append(value))
+    for name in ("turn_off_packing", "unlink_shared_memory", "Generators"):
+        monkeypatch.setattr(build, name, lambda *args: None)
+    monkeypatch.setattr(build.c10d, "barrier", lambda: None)
+    group = SimpleNamespace(entered=nullcontext)
+    seat = SimpleNamespace(stop_token_ids=[], sleeps=True, device=torch.device("cpu"), tp_size=1, name="engine")
+    build.build(config, Path(), seat, SimpleNamespace(abandon=lambda: group))
+    assert given == [are_continued]
 
 
 def test_collections_skip_what_the_import_of_vllm_has_created() -> None:

@@ -76,7 +76,7 @@ class Run:
     """Random requests that share prefixes, stop, are preempted for want of blocks or aborted, and all that a scheduler
     does with them. With asynchronous scheduling one step still runs while the next is scheduled."""
 
-    def __init__(self, seed: int, fast_decode: Any):
+    def __init__(self, seed: int, fast_decode: Any, is_fast: bool):
         self.counts: Counter[str] = Counter()
         self.seen: list[Any] = []
         self._generator = generator = random.Random(seed)
@@ -85,11 +85,14 @@ class Run:
         kinds = {"shares_prefixes": generator.random() < 0.8, "policy": generator.choice(["fcfs", "fcfs", "priority"])}
         self._scheduler = make_scheduler(self._is_async, **sizes, **kinds)
         self._scheduler.use_v2_model_runner = generator.random() < 0.5
-        self._fast_decode, self._responses = fast_decode, dict[str, Any]()
-        if fast_decode is not None:
+        self._fast_decode, self._is_fast, self._responses = fast_decode, is_fast, dict[str, Any]()
+        self.are_continued = generator.random() < 0.7
+        if is_fast:
             assert fast_decode.supports_fast_decode(self._scheduler)
             self._scheduler.schedule = self._counted(self._scheduler.schedule)
-            fast_decode.install_fast_decode(self._scheduler, self._responses)
+            fast_decode.install_fast_decode(self._scheduler, self._responses, self.are_continued)
+        elif not self.are_continued:
+            fast_decode.share_only_hashed_blocks(self._scheduler)
         self._num_left = generator.randint(6, 16)
         self._prefix = [generator.randint(3, 9) for _ in range(40)]
         self._under_way: list[tuple[Any, dict[str, bool]]] = []
@@ -126,7 +129,7 @@ class Run:
                 limits = (generator.randint(1, 40), generator.randint(0, 3))
                 request = make_request(str(self._num_left), tokens, *limits)
                 scheduler.add_request(request)
-                if self._fast_decode is not None:
+                if self._is_fast:
                     self._responses[request.request_id] = self._fast_decode.RunningResponse(request.request_id, request)
                 self._num_left -= 1
         if generator.random() < 0.02 and scheduler.requests:
@@ -172,6 +175,9 @@ class Run:
         )
         before = {name: len(response.logprobs) for name, response in self._responses.items()}
         requests = dict(scheduler.requests)
+        if not self._is_fast and not self.are_continued:
+            for request in scheduler.running:
+                request._block_hasher = None
         results = scheduler.update_from_output(scheduled, output)
         for request in requests.values():
             is_cut = request.status == RequestStatus.FINISHED_LENGTH_CAPPED
@@ -188,6 +194,9 @@ class Run:
         tokens += [
             (one.id, one.request.output_token_ids[-1:], None, one.logprobs[before[one.id] :]) for one in appended
         ]
+        self.counts["hashed responses"] += any(
+            len(request.block_hashes) * BLOCK_SIZE > request.num_prompt_tokens for request in requests.values()
+        )
         self.seen.append(sorted(tokens))
         self.seen.append([state_of(request) for _, request in sorted(scheduler.requests.items())])
         self.seen.append(len(scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block))  # that others may share
@@ -202,11 +211,12 @@ def state_of(request: Any) -> tuple[Any, ...]:
 def test_every_step_equals_that_of_vllm(fast_decode: Any) -> None:
     counts: Counter[str] = Counter()
     for seed in range(60):
-        theirs, ours = Run(seed, None).go(), Run(seed, fast_decode).go()
+        theirs, ours = (Run(seed, fast_decode, is_fast).go() for is_fast in (False, True))
         assert ours.seen == theirs.seen, f"seed {seed}"
+        assert ours.counts["hashed responses"] == 0 or ours.are_continued, f"seed {seed}"
         counts += ours.counts
     assert counts["preempted"] > 50 and counts["appended by us"] > 2000, counts
-    assert counts["scheduled while PAUSED_ALL"] > 500, counts
+    assert counts["scheduled while PAUSED_ALL"] > 500 and counts["hashed responses"] > 500, counts
     # Otherwise the state of the random generator would not be that after the last token (noise.py).
     assert counts["cut"] > 100 and counts["sampled beyond the limit"] == 0, counts
 
@@ -236,12 +246,15 @@ def test_a_cache_is_asked_only_at_the_ends_of_blocks(fast_decode: Any) -> None:
     assert manager.num_calls == 4
 
 
-@pytest.mark.parametrize("change", [{"connector": 1}, {"num_spec_tokens": 2}, {"use_pp": True}, {"group": 1}])
+@pytest.mark.parametrize(
+    "change",
+    [{"connector": 1}, {"num_spec_tokens": 2}, {"use_pp": True}, {"needs_kv_cache_zeroing": True}, {"group": 1}],
+)
 def test_other_caches_and_sequences_are_left_to_vllm(change: dict[str, Any], fast_decode: Any) -> None:
     group = fast_decode.FullAttentionManager.__new__(fast_decode.FullAttentionManager)
 
     def make(group: Any, **options: Any) -> Any:
-        plain = {"connector": None, "num_spec_tokens": 0, "use_pp": False}
+        plain = {"connector": None, "num_spec_tokens": 0, "use_pp": False, "needs_kv_cache_zeroing": False}
         return SimpleNamespace(**(plain | options), kv_cache_manager=Manager(group))
 
     assert fast_decode.supports_fast_decode(make(group))

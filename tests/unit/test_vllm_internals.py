@@ -133,14 +133,25 @@ SET = {
 # Read or written on a scheduler, and on a request of its own.
 SCHEDULER = [
     *("connector", "num_spec_tokens", "use_pp", "max_model_len", "max_num_running_reqs", "running", "requests"),
-    *("pause_state", "_pause_state", "prev_step_scheduled_req_ids", "use_v2_model_runner"),
-    *("kv_cache_manager.empty_kv_cache_blocks", "kv_cache_manager.block_pool.get_num_free_blocks"),
-    "kv_cache_manager.coordinator.single_type_managers.0.block_size",
+    *("pause_state", "_pause_state", "prev_step_scheduled_req_ids", "use_v2_model_runner", "needs_kv_cache_zeroing"),
+    *("kv_cache_manager.empty_kv_cache_blocks", "kv_cache_manager.cache_blocks"),
+    *(
+        f"kv_cache_manager.{name}"
+        for name in (
+            "block_pool.get_num_free_blocks",
+            "block_pool.get_new_blocks",
+            "coordinator.cache_blocks",
+            "coordinator.block_pool.hash_block_size",
+            "coordinator.single_type_managers.0.block_size",
+            "coordinator.single_type_managers.0.req_to_blocks",
+        )
+    ),
 ]
 REQUEST = [
     *("request_id", "status", "sampling_params.eos_token_id", "sampling_params.stop_token_ids", "num_prompt_tokens"),
     *("num_computed_tokens", "num_output_placeholders", "num_in_flight_tokens", "num_preemptions", "max_tokens"),
     *("is_prefill_chunk", "output_token_ids", "all_token_ids", "_output_token_ids", "_all_token_ids"),
+    *("update_block_hashes", "_block_hasher", "block_hashes", "is_finished"),
 ]
 
 

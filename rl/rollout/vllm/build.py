@@ -71,7 +71,9 @@ def build(config: Config, model_folder: Path, seat: EngineSeat, failed: VllmEngi
     generators = Generators(llm) if continues or not notice else None
     engine = VllmEngine(llm, group, seat, notice, generators, config.rollout.keep_kv)
     if not notice:
-        install_fast_decode(llm.llm_engine.engine_core.engine_core.scheduler, engine.responses)
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        are_continued = config.environment.is_set or config.rollout.keep_kv  # with the same weights, or the same cache
+        install_fast_decode(scheduler, engine.responses, are_continued)
     return engine
 
 

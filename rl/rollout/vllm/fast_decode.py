@@ -1,14 +1,19 @@
 """A fast path for steps in which every sequence only decodes.
 
-With hundreds of short sequences, the GPU waits for the Python code that vLLM runs for each token of each sequence. This
-module replaces three methods of a scheduler by faster ones. They handle only tokens after which a sequence continues.
+With hundreds of sequences, the GPU waits for the Python code that vLLM runs for each token and each block of tokens.
+This module replaces methods of a scheduler by faster ones. They handle only tokens after which a sequence goes on.
 vLLM's own methods handle everything else: prompts, preemptions, first and last tokens. The results are the same.
+
+The decisions of a step are taken for all sequences at once, in arrays of numbers. vLLM's requests are changed in one
+short loop, so they are at all times as vLLM would have left them, and the numbers can be read from them again.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import compress
 from typing import Any
 
+import numpy as np
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
@@ -18,6 +23,20 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
+
+# What the fast path needs to know of a running request.
+NUMBERS = np.dtype(
+    [
+        ("place", np.int64),  # of the token that is computed next
+        ("under_way", np.int64),  # tokens that are being sampled
+        ("sampled", np.int64),  # tokens that are known
+        ("prompt", np.int64),  # tokens of the prompt
+        ("limit", np.int64),  # of the whole sequence
+        ("last", np.int64),  # number of tokens before the last one that may be sampled
+        ("in_prompt", np.bool_),  # a part of the prompt is still to be computed
+        ("is_ours", np.bool_),  # it is a response, and was never preempted
+    ]
+)
 
 
 @dataclass(slots=True)
@@ -35,26 +54,66 @@ class RunningResponse:
         self.stop_token_ids = frozenset([params.eos_token_id, *(params.stop_token_ids or ())])
 
 
-def install_fast_decode(scheduler: Scheduler, responses: Mapping[str, RunningResponse]) -> None:
-    """Replace the scheduler's methods, if it is supported. `responses` are the running responses, by request id."""
+@dataclass
+class Running:
+    """Running requests, in the scheduler's order."""
+
+    requests: list[Request]
+    names: list[str]
+    responses: list[Any]  # RunningResponse, or None for a request that is no response
+    numbers: np.ndarray
+    stop_token_ids: frozenset[int | None]  # of any response
+
+    def take(self, chosen: np.ndarray) -> "Running":
+        if chosen.all():
+            return self
+        is_chosen = chosen.tolist()
+        return Running(
+            list(compress(self.requests, is_chosen)),
+            list(compress(self.names, is_chosen)),
+            list(compress(self.responses, is_chosen)),
+            self.numbers[chosen],
+            self.stop_token_ids,
+        )
+
+
+def install_fast_decode(
+    scheduler: Scheduler, responses: Mapping[str, RunningResponse], are_continued: bool = True
+) -> None:
+    """Replace the scheduler's methods, if it is supported. `responses` are the running responses, by request id. Tell
+    whether other prompts may begin with them."""
     if supports_fast_decode(scheduler):
+        if not are_continued:
+            share_only_hashed_blocks(scheduler)
         allocate_at_block_ends(scheduler)
-        schedule_next_tokens(scheduler)
-        append_next_tokens(scheduler, responses)
+        fast = FastDecode(scheduler, responses, are_continued)
+        scheduler.schedule, scheduler.update_from_output = fast.schedule, fast.update_from_output
 
 
 def supports_fast_decode(scheduler: Scheduler) -> bool:
     """Return whether sequences grow by one token at a time, in a KV cache without sliding windows or model states."""
     groups = scheduler.kv_cache_manager.coordinator.single_type_managers
-    is_plain = scheduler.connector is None and scheduler.num_spec_tokens == 0 and not scheduler.use_pp
-    return is_plain and len(groups) == 1 and type(groups[0]) is FullAttentionManager
+    grows_by_one = scheduler.connector is None and scheduler.num_spec_tokens == 0 and not scheduler.use_pp
+    is_plain = len(groups) == 1 and type(groups[0]) is FullAttentionManager and not scheduler.needs_kv_cache_zeroing
+    return grows_by_one and is_plain
+
+
+def share_only_hashed_blocks(scheduler: Scheduler) -> None:
+    """Let requests have hashes of their first blocks only. Other blocks are left out of the prefix cache."""
+    coordinator = scheduler.kv_cache_manager.coordinator
+    cache, block_size = coordinator.cache_blocks, coordinator.block_pool.hash_block_size
+
+    def cache_blocks(request: Request, num_tokens: int) -> None:
+        cache(request, min(num_tokens, len(request.block_hashes) * block_size))
+
+    coordinator.cache_blocks = cache_blocks
 
 
 def allocate_at_block_ends(scheduler: Scheduler) -> None:
     """Call vLLM's allocation only for the first and the last token of a block. vLLM calls it for every token. But only
     the first token needs a new block, and only the last one completes a block that other sequences may share."""
     manager = scheduler.kv_cache_manager
-    allocate, block_size = manager.allocate_slots, _block_size(scheduler)
+    allocate, block_size = manager.allocate_slots, _only_group(scheduler).block_size
 
     def allocate_slots(request: Request, num_new_tokens: int, **options: Any) -> KVCacheBlocks | None:
         is_next_token = num_new_tokens == 1 and request.status == RequestStatus.RUNNING and not any(options.values())
@@ -65,103 +124,179 @@ def allocate_at_block_ends(scheduler: Scheduler) -> None:
     manager.allocate_slots = allocate_slots
 
 
-def schedule_next_tokens(scheduler: Scheduler) -> None:
-    """Schedule steps that only decode the next token of each running sequence. vLLM schedules such a step as if it were
-    paused, and we add the tokens to its empty result."""
-    schedule_any, manager, block_size = scheduler.schedule, scheduler.kv_cache_manager, _block_size(scheduler)
-    last_place = scheduler.max_model_len - 1
-    is_async, has_old_runner = isinstance(scheduler, AsyncScheduler), not scheduler.use_v2_model_runner
+class FastDecode:
+    """Two methods of a scheduler, for sequences that go on."""
 
-    def is_decode_only() -> bool:
-        running, (_, num_waiting) = scheduler.running, scheduler.get_request_counts()
-        return (
-            scheduler.pause_state == PauseState.UNPAUSED
-            and (num_waiting == 0 or len(running) >= scheduler.max_num_running_reqs)
-            and len(running) <= manager.block_pool.get_num_free_blocks()
-            and not any(one.is_prefill_chunk or one.num_computed_tokens >= last_place for one in running)
-        )
+    def __init__(self, scheduler: Scheduler, responses: Mapping[str, RunningResponse], are_continued: bool):
+        self._scheduler, self._responses, self._are_continued = scheduler, responses, are_continued
+        self._schedule_any, self._update_any = scheduler.schedule, scheduler.update_from_output
+        self._manager, self._group = scheduler.kv_cache_manager, _only_group(scheduler)
+        self._block_size, self._max_model_len = self._group.block_size, scheduler.max_model_len
+        self._is_async = isinstance(scheduler, AsyncScheduler)
+        self._known: Running | None = None
 
-    def schedule(throttle_prefills: bool = False) -> SchedulerOutput:
-        if throttle_prefills or not is_decode_only():
-            return schedule_any(throttle_prefills)
-        next_tokens, counts = CachedRequestData.make_empty(), {}
-        for request in scheduler.running:
-            place, num_under_way = request.num_computed_tokens, request.num_output_placeholders
-            if num_under_way and place + 2 - num_under_way >= request.num_prompt_tokens + request.max_tokens:
-                continue  # its last token is already being computed
-            counts[request.request_id] = 1
-            is_inside_block = 0 < place % block_size < block_size - 1
-            blocks = None if is_inside_block else manager.allocate_slots(request, 1).get_block_ids(allow_none=True)
-            next_tokens.new_block_ids.append(blocks)
-            next_tokens.num_computed_tokens.append(place)
-            next_tokens.num_output_tokens.append(len(request._output_token_ids) + num_under_way)
-            if has_old_runner and request.request_id not in scheduler.prev_step_scheduled_req_ids:
-                next_tokens.all_token_ids[request.request_id] = request.all_token_ids.copy()
-            request.num_computed_tokens = place + 1
-            request.num_in_flight_tokens += 1
-            if is_async:
-                request.num_output_placeholders = num_under_way + 1
-        next_tokens.req_ids = list(counts)
-        scheduler._pause_state = PauseState.PAUSED_ALL
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        """Schedule a step. If it only decodes the next token of each running sequence, vLLM schedules it as if it were
+        paused, and we add the tokens to its empty result."""
+        if throttle_prefills or not self._is_decode_only():
+            self._known = None  # vLLM changes the requests
+            return self._schedule_any(throttle_prefills)
+        next_tokens = self._schedule_next_tokens(self._read())
+        self._scheduler._pause_state = PauseState.PAUSED_ALL
         try:
-            scheduled = schedule_any()
+            scheduled = self._schedule_any()
         finally:
-            scheduler._pause_state = PauseState.UNPAUSED
-        if has_old_runner:
-            scheduler.prev_step_scheduled_req_ids.update(counts)
+            self._scheduler._pause_state = PauseState.UNPAUSED
+        names = next_tokens.req_ids
+        if not self._scheduler.use_v2_model_runner:
+            self._scheduler.prev_step_scheduled_req_ids.update(names)
         return replace(
             scheduled,
-            num_scheduled_tokens=counts,
-            total_num_scheduled_tokens=len(counts),
+            num_scheduled_tokens=dict.fromkeys(names, 1),
+            total_num_scheduled_tokens=len(names),
             scheduled_cached_reqs=next_tokens,
         )
 
-    scheduler.schedule = schedule
+    def update_from_output(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> dict[int, EngineCoreOutputs]:
+        """Append tokens directly to their requests, and logprobs to the responses, if the sequences go on. vLLM builds
+        its output objects only for other tokens: the first and the last of a response, and those of preempted
+        sequences."""
+        if output.logprobs is None or output.logprobs.cu_num_generated_tokens is not None:
+            self._known = None
+            return self._update_any(scheduled, output)
+        running, counts = self._read(), scheduled.num_scheduled_tokens
+        was_scheduled = np.ones(len(running.names), np.bool_)
+        if running.names != list(counts):
+            was_scheduled[:] = [name in counts for name in running.names]
+        is_done = self._append_next_tokens(running, was_scheduled, output)
+        done = set(compress(running.names, is_done.tolist()))
+        others = {name: count for name, count in counts.items() if name not in done} if len(done) < len(counts) else {}
+        outputs = self._update_any(replace(scheduled, num_scheduled_tokens=others), output)
+        self._read_again(running, was_scheduled & ~is_done)
+        return outputs
 
+    def _is_decode_only(self) -> bool:
+        scheduler, (_, num_waiting) = self._scheduler, self._scheduler.get_request_counts()
+        has_room = len(scheduler.running) < scheduler.max_num_running_reqs
+        if scheduler.pause_state != PauseState.UNPAUSED or (num_waiting and has_room):
+            return False
+        numbers = self._read().numbers
+        num_new_blocks = np.count_nonzero(numbers["place"] % self._block_size == 0)
+        if num_new_blocks > self._manager.block_pool.get_num_free_blocks():
+            return False
+        return not numbers["in_prompt"].any() and bool((numbers["place"] < self._max_model_len - 1).all())
 
-def append_next_tokens(scheduler: Scheduler, responses: Mapping[str, RunningResponse]) -> None:
-    """Append a token directly to its request, and the logprob to the response, if the sequence continues. vLLM builds
-    its output objects only for other tokens: the first and the last of a response, and those of preempted sequences."""
-    update, manager, block_size = scheduler.update_from_output, scheduler.kv_cache_manager, _block_size(scheduler)
-    max_model_len, is_async = scheduler.max_model_len, isinstance(scheduler, AsyncScheduler)
+    def _schedule_next_tokens(self, running: Running) -> CachedRequestData:
+        numbers = running.numbers
+        # Of the others, the last token is already being computed.
+        goes_on = (numbers["under_way"] == 0) | (numbers["place"] + 2 - numbers["under_way"] < numbers["limit"])
+        chosen, next_tokens = running.take(goes_on), CachedRequestData.make_empty()
+        next_tokens.req_ids, next_tokens.new_block_ids = chosen.names, self._allocate(chosen)
+        next_tokens.num_computed_tokens = chosen.numbers["place"].tolist()
+        next_tokens.num_output_tokens = (chosen.numbers["sampled"] + chosen.numbers["under_way"]).tolist()
+        if not self._scheduler.use_v2_model_runner:
+            unknown = set(chosen.names) - self._scheduler.prev_step_scheduled_req_ids
+            requests = [request for request in chosen.requests if request.request_id in unknown] if unknown else []
+            next_tokens.all_token_ids = {request.request_id: request.all_token_ids.copy() for request in requests}
+        for request in chosen.requests:
+            request.num_computed_tokens += 1
+            request.num_in_flight_tokens += 1
+            request.num_output_placeholders += self._is_async
+        numbers["place"] += goes_on
+        numbers["under_way"] += goes_on & self._is_async
+        return next_tokens
 
-    def goes_on(response: RunningResponse, tokens: list[int], count: int) -> bool:
-        request = response.request
+    def _allocate(self, running: Running) -> list[tuple[list[int], ...] | None]:
+        """Return the new block of each sequence whose next token is the first of a block. If it is the last of a block,
+        and is known already, others may share the block from now on."""
+        places, under_way = running.numbers["place"], running.numbers["under_way"]
+        block_ids: list[tuple[list[int], ...] | None] = [None] * len(running.names)
+        needs_block = np.flatnonzero(places % self._block_size == 0).tolist()
+        for number, block in zip(needs_block, self._manager.block_pool.get_new_blocks(len(needs_block)), strict=True):
+            self._group.req_to_blocks[running.names[number]].append(block)
+            block_ids[number] = ([block.block_id],)
+        if self._are_continued:
+            is_complete = (places + 1) % self._block_size == 0
+            for number in np.flatnonzero(is_complete & (under_way == 0)).tolist():
+                self._manager.cache_blocks(running.requests[number], int(places[number]) + 1)
+        return block_ids
+
+    def _append_next_tokens(self, running: Running, was_scheduled: np.ndarray, output: ModelRunnerOutput) -> np.ndarray:
+        """Append the tokens after which sequences go on. Return which sequences these are."""
+        numbers, rows_of, sampled = running.numbers, output.req_id_to_index, output.sampled_token_ids
+        goes_on = was_scheduled & numbers["is_ours"] & (numbers["sampled"] > 0) & (numbers["sampled"] < numbers["last"])
+        chosen = running.take(goes_on)
+        rows = [rows_of[name] for name in chosen.names]
+        tokens = [sampled[row][0] for row in rows]
+        if not running.stop_token_ids.isdisjoint(tokens):
+            pairs = zip(tokens, chosen.responses, strict=True)
+            stays = np.array([token not in response.stop_token_ids for token, response in pairs])
+            goes_on[goes_on] = stays
+            chosen, rows, tokens = chosen.take(stays), list(compress(rows, stays)), list(compress(tokens, stays))
+        logprobs = output.logprobs.logprobs[rows, 0].tolist()
+        for request, response, token, logprob in zip(chosen.requests, chosen.responses, tokens, logprobs, strict=True):
+            request.num_in_flight_tokens -= 1
+            request.num_output_placeholders -= self._is_async
+            request._output_token_ids.append(token)
+            request._all_token_ids.append(token)
+            response.logprobs.append(logprob)
+        numbers["sampled"] += goes_on
+        numbers["under_way"] -= goes_on & self._is_async
+        if self._are_continued:
+            self._share_blocks(running, goes_on)
+        return goes_on
+
+    def _share_blocks(self, running: Running, chosen: np.ndarray) -> None:
+        """Let others share the blocks that the new tokens have completed."""
+        numbers = running.numbers
+        num_tokens, num_computed = numbers["prompt"] + numbers["sampled"], numbers["place"] - numbers["under_way"]
+        for number in np.flatnonzero(chosen & (num_tokens % self._block_size == 0)).tolist():
+            running.requests[number].update_block_hashes()
+        if self._is_async:
+            for number in np.flatnonzero(chosen & (num_computed % self._block_size == 0)).tolist():
+                self._manager.cache_blocks(running.requests[number], int(num_computed[number]))
+
+    def _read(self) -> Running:
+        requests = self._scheduler.running
+        if self._known is None or self._known.requests != requests:
+            names = [request.request_id for request in requests]
+            responses = [self._responses.get(name) for name in names]
+            numbers = np.array([*map(self._numbers_of, requests, responses)], NUMBERS)
+            stops = {response.stop_token_ids for response in responses if response is not None}
+            self._known = Running(list(requests), names, responses, numbers, frozenset().union(*stops))
+            if not self._are_continued:
+                self._stop_hashing(responses)
+        return self._known
+
+    def _stop_hashing(self, responses: list[Any]) -> None:
+        """Leave generated tokens out of the prefix cache. Their hashes and entries take more time than everything else
+        that is done for them here, and would only help after a preemption."""
+        for response in responses:
+            if response is not None:
+                response.request._block_hasher = None
+
+    def _read_again(self, running: Running, changed: np.ndarray) -> None:
+        """Read those requests again that vLLM has changed. Requests that have ended are no longer running."""
+        goes_on = np.ones(len(changed), np.bool_)
+        for number in np.flatnonzero(changed).tolist():
+            request = running.requests[number]
+            goes_on[number] = not request.is_finished()
+            running.numbers[number] = self._numbers_of(request, running.responses[number])
+        self._known = running.take(goes_on)
+
+    def _numbers_of(self, request: Request, response: RunningResponse | None) -> tuple[int, ...]:
+        num_prompt_tokens, max_tokens = request.num_prompt_tokens, request.max_tokens
         return (
-            count == len(tokens) == 1
-            and request.status == RequestStatus.RUNNING
-            and not request.num_preemptions
-            and 0 < len(request._output_token_ids) < request.max_tokens - 1
-            and len(request._all_token_ids) < max_model_len - 1
-            and tokens[0] not in response.stop_token_ids
+            request.num_computed_tokens,
+            request.num_output_placeholders,
+            len(request._output_token_ids),
+            num_prompt_tokens,
+            num_prompt_tokens + max_tokens,
+            min(max_tokens, self._max_model_len - num_prompt_tokens) - 1,
+            request.is_prefill_chunk,
+            response is not None and not request.num_preemptions,
         )
 
-    def update_from_output(scheduled: SchedulerOutput, output: ModelRunnerOutput) -> dict[int, EngineCoreOutputs]:
-        if output.logprobs is None or output.logprobs.cu_num_generated_tokens is not None:
-            return update(scheduled, output)
-        logprobs, others = output.logprobs.logprobs[:, 0].tolist(), {}
-        for name, count in scheduled.num_scheduled_tokens.items():
-            response, place = responses.get(name), output.req_id_to_index[name]
-            tokens = output.sampled_token_ids[place]
-            if response is None or not goes_on(response, tokens, count):
-                others[name] = count
-                continue
-            request = response.request
-            request.num_in_flight_tokens -= 1
-            request._output_token_ids += tokens
-            request._all_token_ids += tokens
-            if len(request._all_token_ids) % block_size == 0:
-                request.update_block_hashes()
-            if is_async:
-                request.num_output_placeholders -= 1
-                num_computed = request.num_computed_tokens - request.num_output_placeholders
-                if num_computed % block_size == 0:
-                    manager.cache_blocks(request, num_computed)
-            response.logprobs.append(logprobs[place])
-        return update(replace(scheduled, num_scheduled_tokens=others), output)
 
-    scheduler.update_from_output = update_from_output
-
-
-def _block_size(scheduler: Scheduler) -> int:
-    return scheduler.kv_cache_manager.coordinator.single_type_managers[0].block_size
+def _only_group(scheduler: Scheduler) -> FullAttentionManager:
+    return scheduler.kv_cache_manager.coordinator.single_type_managers[0]
