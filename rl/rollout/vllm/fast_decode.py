@@ -4,7 +4,7 @@ With hundreds of sequences, the GPU waits for the Python code that vLLM runs for
 This module replaces methods of a scheduler by faster ones. They handle only tokens after which a sequence goes on.
 vLLM's own methods handle everything else: prompts, preemptions, first and last tokens. The results are the same.
 
-The decisions of a step are taken for all sequences at once, in arrays of numbers. vLLM's requests are changed in one
+The decisions of a step are taken for all sequences at once, from numbers in arrays. vLLM's requests are changed in one
 short loop, so they are at all times as vLLM would have left them, and the numbers can be read from them again.
 """
 
@@ -32,7 +32,6 @@ NUMBERS = np.dtype(
         ("sampled", np.int64),  # tokens that are known
         ("prompt", np.int64),  # tokens of the prompt
         ("limit", np.int64),  # of the whole sequence
-        ("last", np.int64),  # number of tokens before the last one that may be sampled
         ("in_prompt", np.bool_),  # a part of the prompt is still to be computed
         ("is_ours", np.bool_),  # it is a response, and was never preempted
     ]
@@ -56,25 +55,72 @@ class RunningResponse:
 
 @dataclass
 class Running:
-    """Running requests, in the scheduler's order."""
+    """Running requests, in the scheduler's order. In steps in which all of them go on, the same happens to the numbers
+    of all. These steps are only counted, so that a step of few sequences takes no more time than without arrays."""
 
     requests: list[Request]
     names: list[str]
     responses: list[Any]  # RunningResponse, or None for a request that is no response
-    numbers: np.ndarray
+    numbers: np.ndarray  # before the counted steps
     stop_token_ids: frozenset[int | None]  # of any response
+    is_async: bool
+
+    def __post_init__(self) -> None:
+        self._look_ahead()
+
+    def _look_ahead(self) -> None:
+        numbers, never = self.numbers, np.iinfo(np.int64).max
+        self.num_scheduled = self.num_appended = 0
+        self.in_prompt = bool(numbers["in_prompt"].any())
+        # Until so many tokens are appended, all requests can be scheduled, and we may append the next token to all.
+        steps = numbers["limit"] - 2 - numbers["place"] + numbers["under_way"]
+        tokens = numbers["limit"] - 1 - numbers["prompt"] - numbers["sampled"]
+        tokens *= numbers["is_ours"] & (numbers["sampled"] > 0)
+        self.num_sure_steps, self.num_sure_tokens = int(steps.min(initial=never)), int(tokens.min(initial=never))
+
+    @property
+    def places(self) -> np.ndarray:
+        return self.numbers["place"] + self.num_scheduled
+
+    @property
+    def under_way(self) -> np.ndarray:
+        return self.numbers["under_way"] + self.is_async * (self.num_scheduled - self.num_appended)
+
+    @property
+    def sampled(self) -> np.ndarray:
+        return self.numbers["sampled"] + self.num_appended
+
+    def count_scheduled(self, chosen: np.ndarray | None) -> None:
+        """Count the next tokens of the chosen requests, or of all."""
+        if chosen is None:
+            self.num_scheduled += 1
+        else:
+            self.settle()
+            self.numbers["place"] += chosen
+            self.numbers["under_way"] += chosen & self.is_async
+            self._look_ahead()
+
+    def count_appended(self, chosen: np.ndarray | None) -> None:
+        if chosen is None:
+            self.num_appended += 1
+        else:
+            self.settle()
+            self.numbers["sampled"] += chosen
+            self.numbers["under_way"] -= chosen & self.is_async
+            self._look_ahead()
+
+    def settle(self) -> None:
+        """Add the counted steps to the numbers."""
+        values = self.places, self.under_way, self.sampled
+        self.numbers["place"], self.numbers["under_way"], self.numbers["sampled"] = values
+        self._look_ahead()
 
     def take(self, chosen: np.ndarray) -> "Running":
-        if chosen.all():
-            return self
-        is_chosen = chosen.tolist()
-        return Running(
-            list(compress(self.requests, is_chosen)),
-            list(compress(self.names, is_chosen)),
-            list(compress(self.responses, is_chosen)),
-            self.numbers[chosen],
-            self.stop_token_ids,
+        self.settle()
+        requests, names, responses = (
+            list(compress(values, chosen.tolist())) for values in (self.requests, self.names, self.responses)
         )
+        return Running(requests, names, responses, self.numbers[chosen], self.stop_token_ids, self.is_async)
 
 
 def install_fast_decode(
@@ -141,7 +187,7 @@ class FastDecode:
         if throttle_prefills or not self._is_decode_only():
             self._known = None  # vLLM changes the requests
             return self._schedule_any(throttle_prefills)
-        next_tokens = self._schedule_next_tokens(self._read())
+        next_tokens = self._schedule_next_tokens()
         self._scheduler._pause_state = PauseState.PAUSED_ALL
         try:
             scheduled = self._schedule_any()
@@ -165,14 +211,13 @@ class FastDecode:
             self._known = None
             return self._update_any(scheduled, output)
         running, counts = self._read(), scheduled.num_scheduled_tokens
-        was_scheduled = np.ones(len(running.names), np.bool_)
-        if running.names != list(counts):
-            was_scheduled[:] = [name in counts for name in running.names]
-        is_done = self._append_next_tokens(running, was_scheduled, output)
+        is_done = self._append_next_tokens(running, counts, output)
+        if is_done is None:
+            return self._update_any(replace(scheduled, num_scheduled_tokens={}), output)
         done = set(compress(running.names, is_done.tolist()))
-        others = {name: count for name, count in counts.items() if name not in done} if len(done) < len(counts) else {}
+        others = {name: count for name, count in counts.items() if name not in done}
         outputs = self._update_any(replace(scheduled, num_scheduled_tokens=others), output)
-        self._read_again(running, was_scheduled & ~is_done)
+        self._read_again(running, others)
         return outputs
 
     def _is_decode_only(self) -> bool:
@@ -180,20 +225,22 @@ class FastDecode:
         has_room = len(scheduler.running) < scheduler.max_num_running_reqs
         if scheduler.pause_state != PauseState.UNPAUSED or (num_waiting and has_room):
             return False
-        numbers = self._read().numbers
-        num_new_blocks = np.count_nonzero(numbers["place"] % self._block_size == 0)
-        if num_new_blocks > self._manager.block_pool.get_num_free_blocks():
+        running, pool = self._read(), self._manager.block_pool
+        if running.in_prompt:
             return False
-        return not numbers["in_prompt"].any() and bool((numbers["place"] < self._max_model_len - 1).all())
+        num_free = pool.get_num_free_blocks()
+        return len(running.names) <= num_free or np.count_nonzero(running.places % self._block_size == 0) <= num_free
 
-    def _schedule_next_tokens(self, running: Running) -> CachedRequestData:
-        numbers = running.numbers
-        # Of the others, the last token is already being computed.
-        goes_on = (numbers["under_way"] == 0) | (numbers["place"] + 2 - numbers["under_way"] < numbers["limit"])
-        chosen, next_tokens = running.take(goes_on), CachedRequestData.make_empty()
-        next_tokens.req_ids, next_tokens.new_block_ids = chosen.names, self._allocate(chosen)
-        next_tokens.num_computed_tokens = chosen.numbers["place"].tolist()
-        next_tokens.num_output_tokens = (chosen.numbers["sampled"] + chosen.numbers["under_way"]).tolist()
+    def _schedule_next_tokens(self) -> CachedRequestData:
+        running = chosen = self._read()
+        goes_on = None  # all
+        if running.num_appended >= running.num_sure_steps:  # of some, the last token may already be under way
+            goes_on = (running.under_way == 0) | (running.places + 2 - running.under_way < running.numbers["limit"])
+            chosen = running.take(goes_on)
+        next_tokens, places = CachedRequestData.make_empty(), chosen.places
+        next_tokens.req_ids, next_tokens.new_block_ids = chosen.names, self._allocate(chosen, places)
+        next_tokens.num_computed_tokens = places.tolist()
+        next_tokens.num_output_tokens = (places + 1 - chosen.numbers["prompt"]).tolist()
         if not self._scheduler.use_v2_model_runner:
             unknown = set(chosen.names) - self._scheduler.prev_step_scheduled_req_ids
             requests = [request for request in chosen.requests if request.request_id in unknown] if unknown else []
@@ -202,14 +249,12 @@ class FastDecode:
             request.num_computed_tokens += 1
             request.num_in_flight_tokens += 1
             request.num_output_placeholders += self._is_async
-        numbers["place"] += goes_on
-        numbers["under_way"] += goes_on & self._is_async
+        running.count_scheduled(goes_on)
         return next_tokens
 
-    def _allocate(self, running: Running) -> list[tuple[list[int], ...] | None]:
+    def _allocate(self, running: Running, places: np.ndarray) -> list[tuple[list[int], ...] | None]:
         """Return the new block of each sequence whose next token is the first of a block. If it is the last of a block,
         and is known already, others may share the block from now on."""
-        places, under_way = running.numbers["place"], running.numbers["under_way"]
         block_ids: list[tuple[list[int], ...] | None] = [None] * len(running.names)
         needs_block = np.flatnonzero(places % self._block_size == 0).tolist()
         for number, block in zip(needs_block, self._manager.block_pool.get_new_blocks(len(needs_block)), strict=True):
@@ -217,20 +262,27 @@ class FastDecode:
             block_ids[number] = ([block.block_id],)
         if self._are_continued:
             is_complete = (places + 1) % self._block_size == 0
-            for number in np.flatnonzero(is_complete & (under_way == 0)).tolist():
+            for number in np.flatnonzero(is_complete & (running.under_way == 0)).tolist():
                 self._manager.cache_blocks(running.requests[number], int(places[number]) + 1)
         return block_ids
 
-    def _append_next_tokens(self, running: Running, was_scheduled: np.ndarray, output: ModelRunnerOutput) -> np.ndarray:
-        """Append the tokens after which sequences go on. Return which sequences these are."""
-        numbers, rows_of, sampled = running.numbers, output.req_id_to_index, output.sampled_token_ids
-        goes_on = was_scheduled & numbers["is_ours"] & (numbers["sampled"] > 0) & (numbers["sampled"] < numbers["last"])
-        chosen = running.take(goes_on)
+    def _append_next_tokens(
+        self, running: Running, counts: Mapping[str, int], output: ModelRunnerOutput
+    ) -> np.ndarray | None:
+        """Append the tokens after which sequences go on. Return which sequences these are, or None for all."""
+        chosen, goes_on = running, None
+        if running.num_appended >= running.num_sure_tokens or running.names != list(counts):
+            numbers, sampled = running.numbers, running.sampled
+            goes_on = numbers["is_ours"] & (sampled > 0) & (numbers["prompt"] + sampled < numbers["limit"] - 1)
+            goes_on &= np.array([name in counts for name in running.names], np.bool_)
+            chosen = running.take(goes_on)
+        rows_of, tokens_of = output.req_id_to_index, output.sampled_token_ids
         rows = [rows_of[name] for name in chosen.names]
-        tokens = [sampled[row][0] for row in rows]
+        tokens = [tokens_of[row][0] for row in rows]
         if not running.stop_token_ids.isdisjoint(tokens):
             pairs = zip(tokens, chosen.responses, strict=True)
             stays = np.array([token not in response.stop_token_ids for token, response in pairs])
+            goes_on = np.ones(len(stays), np.bool_) if goes_on is None else goes_on
             goes_on[goes_on] = stays
             chosen, rows, tokens = chosen.take(stays), list(compress(rows, stays)), list(compress(tokens, stays))
         logprobs = output.logprobs.logprobs[rows, 0].tolist()
@@ -240,20 +292,19 @@ class FastDecode:
             request._output_token_ids.append(token)
             request._all_token_ids.append(token)
             response.logprobs.append(logprob)
-        numbers["sampled"] += goes_on
-        numbers["under_way"] -= goes_on & self._is_async
+        running.count_appended(goes_on)
         if self._are_continued:
             self._share_blocks(running, goes_on)
         return goes_on
 
-    def _share_blocks(self, running: Running, chosen: np.ndarray) -> None:
+    def _share_blocks(self, running: Running, chosen: np.ndarray | None) -> None:
         """Let others share the blocks that the new tokens have completed."""
-        numbers = running.numbers
-        num_tokens, num_computed = numbers["prompt"] + numbers["sampled"], numbers["place"] - numbers["under_way"]
-        for number in np.flatnonzero(chosen & (num_tokens % self._block_size == 0)).tolist():
+        num_tokens, num_computed = running.numbers["prompt"] + running.sampled, running.places - running.under_way
+        is_chosen = True if chosen is None else chosen
+        for number in np.flatnonzero(is_chosen & (num_tokens % self._block_size == 0)).tolist():
             running.requests[number].update_block_hashes()
         if self._is_async:
-            for number in np.flatnonzero(chosen & (num_computed % self._block_size == 0)).tolist():
+            for number in np.flatnonzero(is_chosen & (num_computed % self._block_size == 0)).tolist():
                 self._manager.cache_blocks(running.requests[number], int(num_computed[number]))
 
     def _read(self) -> Running:
@@ -263,7 +314,9 @@ class FastDecode:
             responses = [self._responses.get(name) for name in names]
             numbers = np.array([*map(self._numbers_of, requests, responses)], NUMBERS)
             stops = {response.stop_token_ids for response in responses if response is not None}
-            self._known = Running(list(requests), names, responses, numbers, frozenset().union(*stops))
+            self._known = Running(
+                list(requests), names, responses, numbers, frozenset().union(*stops), is_async=self._is_async
+            )
             if not self._are_continued:
                 self._stop_hashing(responses)
         return self._known
@@ -275,24 +328,24 @@ class FastDecode:
             if response is not None:
                 response.request._block_hasher = None
 
-    def _read_again(self, running: Running, changed: np.ndarray) -> None:
+    def _read_again(self, running: Running, changed: Mapping[str, int]) -> None:
         """Read those requests again that vLLM has changed. Requests that have ended are no longer running."""
-        goes_on = np.ones(len(changed), np.bool_)
-        for number in np.flatnonzero(changed).tolist():
-            request = running.requests[number]
-            goes_on[number] = not request.is_finished()
-            running.numbers[number] = self._numbers_of(request, running.responses[number])
+        goes_on = np.ones(len(running.names), np.bool_)
+        running.settle()
+        for number, name in enumerate(running.names):
+            if name in changed:
+                request = running.requests[number]
+                goes_on[number] = not request.is_finished()
+                running.numbers[number] = self._numbers_of(request, running.responses[number])
         self._known = running.take(goes_on)
 
     def _numbers_of(self, request: Request, response: RunningResponse | None) -> tuple[int, ...]:
-        num_prompt_tokens, max_tokens = request.num_prompt_tokens, request.max_tokens
         return (
             request.num_computed_tokens,
             request.num_output_placeholders,
             len(request._output_token_ids),
-            num_prompt_tokens,
-            num_prompt_tokens + max_tokens,
-            min(max_tokens, self._max_model_len - num_prompt_tokens) - 1,
+            request.num_prompt_tokens,
+            min(request.num_prompt_tokens + request.max_tokens, self._max_model_len),
             request.is_prefill_chunk,
             response is not None and not request.num_preemptions,
         )
