@@ -3,6 +3,7 @@
 import importlib
 import random
 from collections import Counter
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -63,13 +64,22 @@ def make_scheduler(is_async: bool, num_blocks: int, max_tokens: int, shares_pref
 def make_request(name: str, tokens: list[int], max_tokens: int, priority: int) -> Any:
     from vllm.sampling_params import SamplingParams
     from vllm.utils.hashing import sha256
-    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher
     from vllm.v1.request import Request
 
-    init_none_hash(sha256)
+    start_hashes()
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, stop_token_ids=[STOP_TOKEN], logprobs=0)
     options = {"block_hasher": get_request_block_hasher(BLOCK_SIZE, sha256), "priority": priority}
     return Request(name, tokens, params, None, arrival_time=float(name), **options)
+
+
+@cache
+def start_hashes() -> None:
+    """Choose the hash before all blocks. In vLLM 0.26 it is random."""
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import init_none_hash
+
+    init_none_hash(sha256)
 
 
 class Run:

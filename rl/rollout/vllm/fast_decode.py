@@ -5,7 +5,8 @@ This module replaces methods of a scheduler by faster ones. They handle only tok
 vLLM's own methods handle everything else: prompts, preemptions, first and last tokens. The results are the same.
 
 The decisions of a step are taken for all sequences at once, from numbers in arrays. vLLM's requests are changed in one
-short loop, so they are at all times as vLLM would have left them, and the numbers can be read from them again.
+short loop, so they are as vLLM would have left them after every step, and the numbers can be read from them again.
+Only the prefix cache may differ: responses that no prompt begins with are left out of it.
 """
 
 from collections.abc import Mapping
@@ -123,9 +124,7 @@ class Running:
         return Running(requests, names, responses, self.numbers[chosen], self.stop_token_ids, self.is_async)
 
 
-def install_fast_decode(
-    scheduler: Scheduler, responses: Mapping[str, RunningResponse], are_continued: bool = True
-) -> None:
+def install_fast_decode(scheduler: Scheduler, responses: Mapping[str, RunningResponse], are_continued: bool) -> None:
     """Replace the scheduler's methods, if it is supported. `responses` are the running responses, by request id. Tell
     whether other prompts may begin with them."""
     if supports_fast_decode(scheduler):
