@@ -7,7 +7,7 @@ import torch
 from torch.testing import assert_close
 
 from rl.model import head, head_gpu
-from rl.rollout.vllm import decode_attention
+from rl.rollout.vllm import decode_attention, scores
 
 BLOCK_SIZE = 16
 # Sequences of two parts, of one, and of none, as in the padded rows of a CUDA graph.
@@ -34,6 +34,15 @@ def check_head_without_first_tokens(dtype: torch.dtype) -> None:
     assert_close(head_gpu.score(logits, targets, 0.7)[[0, 2]], torch.stack([logprobs, log_sums]), atol=1e-5, rtol=1e-5)
 
 
+def check_sampled_tokens(dtype: torch.dtype) -> None:
+    """Check the logprobs of sampled tokens in the form that vLLM's sampler expects, on rows that others separate."""
+    logits, sampled = torch.randn(4, 9000).to(dtype)[::2, :8999], torch.tensor([5, 8998])
+    found = scores.compute_scores(logits, 0, sampled, None, max_per_req_token_ids=0, logits_mode=False)
+    expected = logits.float().log_softmax(-1).gather(-1, sampled[:, None])
+    assert_close(found.logprobs, expected, atol=1e-5, rtol=1e-5)
+    assert found.logprob_token_ids.tolist() == [[5], [8998]] and found.selected_token_ranks.shape == sampled.shape
+
+
 def check_attention(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_size: int) -> None:
     """Check the kernel for decoding against attention that is written out."""
     num_blocks = -(-max(LENGTHS) // BLOCK_SIZE)
@@ -57,6 +66,7 @@ def main() -> None:
     for dtype in (torch.float32, torch.float16):
         check_head(dtype)
         check_head_without_first_tokens(dtype)
+        check_sampled_tokens(dtype)
         torch.set_default_dtype(dtype)  # the kernel for decoding must not depend on it
         for shape in SHAPES:
             check_attention(dtype, *shape)

@@ -40,7 +40,11 @@ VLLM_SCHEDULING = f"{VLLM}/fast_decode.py"
 VLLM_MEMORY = f"{VLLM}/memory.py"
 VLLM_NOISE = f"{VLLM}/noise.py"
 VLLM_GROUP = f"{VLLM}/process_group.py"
-VLLM_FILES = (VLLM_BUILD, VLLM_ENGINE, VLLM_ATTENTION, VLLM_SCHEDULING, VLLM_MEMORY, VLLM_NOISE, VLLM_GROUP)
+VLLM_SCORES = f"{VLLM}/scores.py"
+VLLM_FILES = (
+    *(VLLM_BUILD, VLLM_ENGINE, VLLM_ATTENTION, VLLM_SCHEDULING, VLLM_MEMORY, VLLM_NOISE, VLLM_GROUP),
+    VLLM_SCORES,
+)
 DECODE_ATTENTION = f"{VLLM}/decode_attention.py"
 DIGEST_GPU = "rl/sync/digest_gpu.py"
 ROTARY_GPU = "rl/model/rotary_gpu.py"
@@ -214,6 +218,7 @@ def test_waits_take_any_number_of_open_files() -> None:
                 VLLM_NOISE: {(VLLM_BUILD, False), (VLLM_ENGINE, False)},
                 VLLM_GROUP: {(VLLM_BUILD, False), (VLLM_ENGINE, False)},
                 VLLM_ATTENTION: set(),
+                VLLM_SCORES: {(VLLM_BUILD, True)},
             },
         ),
         (
@@ -221,7 +226,7 @@ def test_waits_take_any_number_of_open_files() -> None:
             {
                 DIGEST_GPU: {("rl/sync/digest.py", True)},
                 ROTARY_GPU: {("rl/model/rotary.py", True)},
-                HEAD_GPU: {("rl/model/head.py", True)},
+                HEAD_GPU: {("rl/model/head.py", True), (VLLM_SCORES, False)},
                 DECODE_ATTENTION: {(VLLM_ATTENTION, False)},
             },
         ),

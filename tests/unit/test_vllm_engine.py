@@ -255,7 +255,7 @@ def test_outside_the_tested_versions_the_fast_paths_are_off(
     switched_on: list[Any] = []
     monkeypatch.setattr(build.vllm, "__version__", version)
     monkeypatch.setattr(build.vllm, "LLM", lambda **options: llm)
-    monkeypatch.setattr(build, "register_backend", lambda backend, path: switched_on.append(path))
+    monkeypatch.setattr(build, "use_our_kernels", lambda: switched_on.append("kernels"))
     monkeypatch.setattr(build, "install_fast_decode", lambda scheduler, *options: switched_on.append(scheduler))
     monkeypatch.setattr(build, "Generators", lambda llm: switched_on.append("noise"))
     monkeypatch.setattr(build, "unlink_shared_memory", lambda seat: None)
@@ -264,7 +264,7 @@ def test_outside_the_tested_versions_the_fast_paths_are_off(
     seat = SimpleNamespace(name="test", tp_rank=0, tp_size=1, stop_token_ids=[], sleeps=True)
     seat.device = torch.device("cuda")
     built = build.build(Config(), tmp_path, seat, failed=SimpleNamespace(abandon=lambda: group))
-    assert switched_on == (["rl.rollout.vllm.attention.DecodeBackend", "noise", scheduler] if is_tested else [])
+    assert switched_on == (["kernels", "noise", scheduler] if is_tested else [])
     assert (built.notice == "") == is_tested
     if not is_tested:
         assert built.notice.startswith(f"vLLM {version} is outside the tested versions (")

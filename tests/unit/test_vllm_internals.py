@@ -50,6 +50,9 @@ NAMES: dict[str, list[str]] = {
     "vllm.model_executor.layers.vocab_parallel_embedding.UnquantizedEmbeddingMethod": [],
     "vllm.model_executor.models.registry._run_in_subprocess": ["fn"],
     "vllm.sampling_params.RequestOutputKind.FINAL_ONLY": [],
+    "vllm.v1.worker.gpu.sample.sampler.compute_topk_scores": [
+        *("logits", "num_logprobs", "sampled_token_ids", "cu_num_logits", "max_per_req_token_ids", "logits_mode"),
+    ],
     "vllm.sampling_params.SamplingParams": [
         *("temperature", "top_p", "top_k", "max_tokens", "seed", "logprobs", "prompt_logprobs", "detokenize"),
         *("stop_token_ids", "ignore_eos", "output_kind"),
@@ -109,6 +112,7 @@ FIELDS = {
     "vllm.v1.engine.EngineCoreOutputs": ["outputs"],
     "vllm.v1.engine.EngineCoreRequest": ["request_id", "prompt_token_ids", "sampling_params"],
     "vllm.v1.outputs.LogprobsLists": ["logprobs", "cu_num_generated_tokens"],
+    "vllm.v1.outputs.LogprobsTensors": ["logprob_token_ids", "logprobs", "selected_token_ranks"],
     "vllm.v1.outputs.ModelRunnerOutput": ["logprobs", "req_id_to_index", "sampled_token_ids"],
     "vllm.v1.metrics.stats.PrefillStats": ["num_cached_tokens"],
     "vllm.v1.worker.gpu_input_batch.CachedRequestState": ["generator", "num_computed_tokens"],

@@ -47,7 +47,7 @@ def build(config: Config, model_folder: Path, seat: EngineSeat, failed: VllmEngi
     if seat.device.type == "cpu":
         turn_off_packing()
     elif not notice:
-        register_backend(AttentionBackendEnum.FLASH_ATTN, "rl.rollout.vllm.attention.DecodeBackend")
+        use_our_kernels()
     inspect_models_here()
     HEART.beat("its process groups" if failed is None else "the memory of the failed engine")
     group = failed.abandon() if failed is not None else PrivateDefaultGroup(seat)
@@ -81,6 +81,13 @@ def inspect_models_here() -> None:
     """Let vLLM look at the model's class in this process. By default it starts another one, which imports torch and
     vLLM again, so that a process which forks later has not initialized CUDA. Ranks do not fork after this."""
     registry._run_in_subprocess = lambda fn: fn()
+
+
+def use_our_kernels() -> None:
+    from rl.rollout.vllm.scores import score_sampled_tokens  # here, because it imports Triton
+
+    register_backend(AttentionBackendEnum.FLASH_ATTN, "rl.rollout.vllm.attention.DecodeBackend")
+    score_sampled_tokens()
 
 
 def turn_off_packing() -> None:
