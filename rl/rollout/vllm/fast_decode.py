@@ -11,8 +11,8 @@ Only the prefix cache may differ: responses that no prompt begins with are left 
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from itertools import compress
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -54,30 +54,27 @@ class RunningResponse:
         self.stop_token_ids = frozenset([params.eos_token_id, *(params.stop_token_ids or ())])
 
 
+class Ahead(NamedTuple):
+    """What holds for all running requests until so many tokens were appended."""
+
+    num_scheduled: int  # they can be scheduled
+    num_appended: int  # we may append the next token
+    in_prompt: bool  # a part of some prompt is still to be computed
+
+
 @dataclass
 class Running:
-    """Running requests, in the scheduler's order. In steps in which all of them go on, the same happens to the numbers
-    of all. These steps are only counted, so that a step of few sequences takes no more time than without arrays."""
+    """Running requests, in the scheduler's order. Usually all of them go on, and the same happens to all their numbers.
+    So steps are only counted, and few sequences take no longer than without arrays."""
 
     requests: list[Request]
     names: list[str]
     responses: list[Any]  # RunningResponse, or None for a request that is no response
-    numbers: np.ndarray  # before the counted steps
     stop_token_ids: frozenset[int | None]  # of any response
+    numbers: np.ndarray  # before the counted steps
     is_async: bool
-
-    def __post_init__(self) -> None:
-        self._look_ahead()
-
-    def _look_ahead(self) -> None:
-        numbers, never = self.numbers, np.iinfo(np.int64).max
-        self.num_scheduled = self.num_appended = 0
-        self.in_prompt = bool(numbers["in_prompt"].any())
-        # Until so many tokens are appended, all requests can be scheduled, and we may append the next token to all.
-        steps = numbers["limit"] - 2 - numbers["place"] + numbers["under_way"]
-        tokens = numbers["limit"] - 1 - numbers["prompt"] - numbers["sampled"]
-        tokens *= numbers["is_ours"] & (numbers["sampled"] > 0)
-        self.num_sure_steps, self.num_sure_tokens = int(steps.min(initial=never)), int(tokens.min(initial=never))
+    num_scheduled: int = 0  # counted steps
+    num_appended: int = 0
 
     @property
     def places(self) -> np.ndarray:
@@ -91,37 +88,25 @@ class Running:
     def sampled(self) -> np.ndarray:
         return self.numbers["sampled"] + self.num_appended
 
-    def count_scheduled(self, chosen: np.ndarray | None) -> None:
-        """Count the next tokens of the chosen requests, or of all."""
-        if chosen is None:
-            self.num_scheduled += 1
-        else:
-            self.settle()
-            self.numbers["place"] += chosen
-            self.numbers["under_way"] += chosen & self.is_async
-            self._look_ahead()
+    @cached_property
+    def ahead(self) -> Ahead:
+        numbers, never = self.numbers, np.iinfo(np.int64).max
+        steps = numbers["limit"] - 2 - numbers["place"] + numbers["under_way"]
+        tokens = numbers["limit"] - 1 - numbers["prompt"] - numbers["sampled"]
+        tokens *= numbers["is_ours"] & (self.sampled > 0)
+        return Ahead(int(steps.min(initial=never)), int(tokens.min(initial=never)), bool(numbers["in_prompt"].any()))
 
-    def count_appended(self, chosen: np.ndarray | None) -> None:
-        if chosen is None:
-            self.num_appended += 1
-        else:
-            self.settle()
-            self.numbers["sampled"] += chosen
-            self.numbers["under_way"] -= chosen & self.is_async
-            self._look_ahead()
+    def without(self, left_out: list[int]) -> "Running":
+        requests, names, responses = (without(each, left_out) for each in (self.requests, self.names, self.responses))
+        numbers = np.delete(self.numbers, left_out)
+        return replace(self, requests=requests, names=names, responses=responses, numbers=numbers)
 
-    def settle(self) -> None:
-        """Add the counted steps to the numbers."""
-        values = self.places, self.under_way, self.sampled
-        self.numbers["place"], self.numbers["under_way"], self.numbers["sampled"] = values
-        self._look_ahead()
-
-    def take(self, chosen: np.ndarray) -> "Running":
-        self.settle()
-        requests, names, responses = (
-            list(compress(values, chosen.tolist())) for values in (self.requests, self.names, self.responses)
-        )
-        return Running(requests, names, responses, self.numbers[chosen], self.stop_token_ids, self.is_async)
+    def update(self, number: int, values: tuple[int, ...]) -> None:
+        """Set the numbers of a request."""
+        self.numbers[number] = values
+        self.numbers["place"][number] -= self.num_scheduled
+        self.numbers["sampled"][number] -= self.num_appended
+        self.numbers["under_way"][number] -= self.is_async * (self.num_scheduled - self.num_appended)
 
 
 def install_fast_decode(scheduler: Scheduler, responses: Mapping[str, RunningResponse], are_continued: bool) -> None:
@@ -210,13 +195,12 @@ class FastDecode:
             self._known = None
             return self._update_any(scheduled, output)
         running, counts = self._read(), scheduled.num_scheduled_tokens
-        is_done = self._append_next_tokens(running, counts, output)
-        if is_done is None:
-            return self._update_any(replace(scheduled, num_scheduled_tokens={}), output)
-        done = set(compress(running.names, is_done.tolist()))
-        others = {name: count for name, count in counts.items() if name not in done}
+        rest, others = self._append_next_tokens(running, counts, output), dict[str, int]()
+        if rest or len(counts) != len(running.names):
+            appended = set(running.without(rest).names)
+            others = {name: count for name, count in counts.items() if name not in appended}
         outputs = self._update_any(replace(scheduled, num_scheduled_tokens=others), output)
-        self._read_again(running, others)
+        self._read_again(running, rest)
         return outputs
 
     def _is_decode_only(self) -> bool:
@@ -224,18 +208,19 @@ class FastDecode:
         has_room = len(scheduler.running) < scheduler.max_num_running_reqs
         if scheduler.pause_state != PauseState.UNPAUSED or (num_waiting and has_room):
             return False
-        running, pool = self._read(), self._manager.block_pool
-        if running.in_prompt:
+        running, num_free = self._read(), self._manager.block_pool.get_num_free_blocks()
+        if running.ahead.in_prompt:
             return False
-        num_free = pool.get_num_free_blocks()
         return len(running.names) <= num_free or np.count_nonzero(running.places % self._block_size == 0) <= num_free
 
     def _schedule_next_tokens(self) -> CachedRequestData:
         running = chosen = self._read()
-        goes_on = None  # all
-        if running.num_appended >= running.num_sure_steps:  # of some, the last token may already be under way
-            goes_on = (running.under_way == 0) | (running.places + 2 - running.under_way < running.numbers["limit"])
-            chosen = running.take(goes_on)
+        at_end: list[int] = []  # their last token is already under way
+        if running.num_appended >= running.ahead.num_scheduled:
+            under_way = running.under_way
+            is_at_end = (under_way > 0) & (running.places + 2 - under_way >= running.numbers["limit"])
+            at_end = np.flatnonzero(is_at_end).tolist()
+            chosen = running.without(at_end) if at_end else running
         next_tokens, places = CachedRequestData.make_empty(), chosen.places
         next_tokens.req_ids, next_tokens.new_block_ids = chosen.names, self._allocate(chosen, places)
         next_tokens.num_computed_tokens = places.tolist()
@@ -248,7 +233,9 @@ class FastDecode:
             request.num_computed_tokens += 1
             request.num_in_flight_tokens += 1
             request.num_output_placeholders += self._is_async
-        running.count_scheduled(goes_on)
+        running.num_scheduled += 1
+        running.numbers["place"][at_end] -= 1
+        running.numbers["under_way"][at_end] -= self._is_async
         return next_tokens
 
     def _allocate(self, running: Running, places: np.ndarray) -> list[tuple[list[int], ...] | None]:
@@ -265,25 +252,22 @@ class FastDecode:
                 self._manager.cache_blocks(running.requests[number], int(places[number]) + 1)
         return block_ids
 
-    def _append_next_tokens(
-        self, running: Running, counts: Mapping[str, int], output: ModelRunnerOutput
-    ) -> np.ndarray | None:
-        """Append the tokens after which sequences go on. Return which sequences these are, or None for all."""
-        chosen, goes_on = running, None
-        if running.num_appended >= running.num_sure_tokens or running.names != list(counts):
+    def _append_next_tokens(self, running: Running, counts: Mapping[str, int], output: ModelRunnerOutput) -> list[int]:
+        """Append the tokens after which sequences go on. Return the numbers of all other sequences."""
+        chosen, rest = running, list[int]()
+        if running.num_appended >= running.ahead.num_appended or not all(map(counts.__contains__, running.names)):
             numbers, sampled = running.numbers, running.sampled
             goes_on = numbers["is_ours"] & (sampled > 0) & (numbers["prompt"] + sampled < numbers["limit"] - 1)
             goes_on &= np.array([name in counts for name in running.names], np.bool_)
-            chosen = running.take(goes_on)
-        rows_of, tokens_of = output.req_id_to_index, output.sampled_token_ids
-        rows = [rows_of[name] for name in chosen.names]
-        tokens = [tokens_of[row][0] for row in rows]
+            rest = np.flatnonzero(~goes_on).tolist()
+            chosen = running.without(rest)
+        rows = [output.req_id_to_index[name] for name in chosen.names]
+        tokens = [output.sampled_token_ids[row][0] for row in rows]
         if not running.stop_token_ids.isdisjoint(tokens):
-            pairs = zip(tokens, chosen.responses, strict=True)
-            stays = np.array([token not in response.stop_token_ids for token, response in pairs])
-            goes_on = np.ones(len(stays), np.bool_) if goes_on is None else goes_on
-            goes_on[goes_on] = stays
-            chosen, rows, tokens = chosen.take(stays), list(compress(rows, stays)), list(compress(tokens, stays))
+            pairs = zip(chosen.responses, tokens, strict=True)
+            ends = [number for number, (response, token) in enumerate(pairs) if token in response.stop_token_ids]
+            rest = sorted([*rest, *np.delete(np.arange(len(running.names)), rest)[ends].tolist()])
+            chosen, rows, tokens = chosen.without(ends), without(rows, ends), without(tokens, ends)
         logprobs = output.logprobs.logprobs[rows, 0].tolist()
         for request, response, token, logprob in zip(chosen.requests, chosen.responses, tokens, logprobs, strict=True):
             request.num_in_flight_tokens -= 1
@@ -291,19 +275,19 @@ class FastDecode:
             request._output_token_ids.append(token)
             request._all_token_ids.append(token)
             response.logprobs.append(logprob)
-        running.count_appended(goes_on)
+        running.num_appended += 1
         if self._are_continued:
-            self._share_blocks(running, goes_on)
-        return goes_on
+            self._share_blocks(running, rest)
+        return rest
 
-    def _share_blocks(self, running: Running, chosen: np.ndarray | None) -> None:
+    def _share_blocks(self, running: Running, left_out: list[int]) -> None:
         """Let others share the blocks that the new tokens have completed."""
         num_tokens, num_computed = running.numbers["prompt"] + running.sampled, running.places - running.under_way
-        is_chosen = True if chosen is None else chosen
-        for number in np.flatnonzero(is_chosen & (num_tokens % self._block_size == 0)).tolist():
+        num_tokens[left_out] = num_computed[left_out] = -1
+        for number in np.flatnonzero(num_tokens % self._block_size == 0).tolist():
             running.requests[number].update_block_hashes()
         if self._is_async:
-            for number in np.flatnonzero(is_chosen & (num_computed % self._block_size == 0)).tolist():
+            for number in np.flatnonzero(num_computed % self._block_size == 0).tolist():
                 self._manager.cache_blocks(running.requests[number], int(num_computed[number]))
 
     def _read(self) -> Running:
@@ -311,11 +295,10 @@ class FastDecode:
         if self._known is None or self._known.requests != requests:
             names = [request.request_id for request in requests]
             responses = [self._responses.get(name) for name in names]
-            numbers = np.array([*map(self._numbers_of, requests, responses)], NUMBERS)
             stops = {response.stop_token_ids for response in responses if response is not None}
-            self._known = Running(
-                list(requests), names, responses, numbers, frozenset().union(*stops), is_async=self._is_async
-            )
+            numbers = np.array([*map(self._numbers_of, requests, responses)], NUMBERS)
+            known = requests.copy(), names, responses, frozenset().union(*stops), numbers
+            self._known = Running(*known, is_async=self._is_async)
             if not self._are_continued:
                 self._stop_hashing(responses)
         return self._known
@@ -327,16 +310,12 @@ class FastDecode:
             if response is not None:
                 response.request._block_hasher = None
 
-    def _read_again(self, running: Running, changed: Mapping[str, int]) -> None:
+    def _read_again(self, running: Running, changed: list[int]) -> None:
         """Read those requests again that vLLM has changed. Requests that have ended are no longer running."""
-        goes_on = np.ones(len(running.names), np.bool_)
-        running.settle()
-        for number, name in enumerate(running.names):
-            if name in changed:
-                request = running.requests[number]
-                goes_on[number] = not request.is_finished()
-                running.numbers[number] = self._numbers_of(request, running.responses[number])
-        self._known = running.take(goes_on)
+        if changed:
+            for number in changed:
+                running.update(number, self._numbers_of(running.requests[number], running.responses[number]))
+            self._known = running.without([number for number in changed if running.requests[number].is_finished()])
 
     def _numbers_of(self, request: Request, response: RunningResponse | None) -> tuple[int, ...]:
         return (
@@ -348,6 +327,14 @@ class FastDecode:
             request.is_prefill_chunk,
             response is not None and not request.num_preemptions,
         )
+
+
+def without(values: list[Any], left_out: list[int]) -> list[Any]:
+    """Return the values but those at these places, which are in order."""
+    kept = values.copy()
+    for place in reversed(left_out):
+        del kept[place]
+    return kept
 
 
 def _only_group(scheduler: Scheduler) -> FullAttentionManager:
