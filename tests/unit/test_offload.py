@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from rl.learner.offload import ALLOCATOR_VARIABLES, Offloader, avoid_fragments
+from rl.learner.offload import ALLOCATOR_VARIABLES, WITHOUT_PAGES, Offloader, avoid_fragments, without_pages
 from rl.learner.sharded_trainer import ShardedTrainer
 from rl.model import host_memory
 
@@ -90,7 +90,6 @@ def test_a_weight_sync_does_not_wait_for_moments_on_their_way_to_host_memory() -
 def test_settings_of_the_allocator_that_the_user_gives_are_left_alone(
     given: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM looks for pages in the environment, and turns them off while it allocates memory that sleeps."""
     applied: list[str] = []
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", applied.append)
     for name in ALLOCATOR_VARIABLES:
@@ -100,3 +99,5 @@ def test_settings_of_the_allocator_that_the_user_gives_are_left_alone(
     avoid_fragments()
     assert applied == ([] if given else [os.environ["PYTORCH_CUDA_ALLOC_CONF"]])
     assert ("expandable_segments:True" in os.environ["PYTORCH_CUDA_ALLOC_CONF"]) is not bool(given)
+    with without_pages():
+        assert (os.environ["PYTORCH_CUDA_ALLOC_CONF"], len(applied)) == (("", 0) if given else (WITHOUT_PAGES, 2))
