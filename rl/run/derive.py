@@ -266,11 +266,12 @@ class _Search:
 
     def _choose_sleep(self, config: Config, engine: EngineMemory) -> tuple[str, str]:
         """Return whether engine and learner of a GPU should take turns with its memory, and why."""
-        if not any(role.engine and role.states for role in self._estimate(config)):
+        shared = [role for role in self._estimate(config) if role.engine and role.states]
+        if not shared:
             return "never", "no engine shares a GPU with a learner"
         if not self._trains:
             return "always", "no update follows"
-        if config.actor.offload != "none":
+        if any(role.is_offloaded for role in shared):
             return "always", "state is offloaded while the engine works"
         together = max(self._learner_peaks(with_values(config, {SLEEP: "never"}), engine).values())
         enough = int(AWAKE_SHARE * self._card.usable)
