@@ -24,6 +24,7 @@ from rl.model.shape import AdaptedLayers, ModelShape, ModelSize
 from rl.placement.roles import Placement, plan
 from rl.run import agree
 from rl.run.agree import DerivedSettings, DeviceMemory, agree_on_settings
+from rl.run.checks import check_settings
 from rl.run.derive import (
     FRACTION,
     OFFLOAD,
@@ -285,6 +286,28 @@ def test_small_engines_and_learners_keep_their_memory(
         derived.reasons[SLEEP]
     )
     assert not derived.problem
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ([f"{OFFLOAD}=rollout"], [OFFLOAD]),
+        (
+            [f"{OFFLOAD}=none", *PPO, "critic.offload=rollout", *KL, "reference.offload=rollout"],
+            ["critic.", "reference."],
+        ),
+        ([f"{OFFLOAD}=moments"], []),  # they come back when activations are freed
+        ([f"{OFFLOAD}=always"], []),  # the weights stay in host memory
+        (["critic.offload=rollout", "reference.offload=rollout"], []),  # there are none
+        ([f"{OFFLOAD}=rollout", "placement.rollout=0", "placement.actor=1"], []),
+    ],
+)
+def test_weights_that_make_room_for_an_engine_that_needs_none(settings: list[str], expected: list[str]) -> None:
+    never, always = (configured(f"{SLEEP}={sleep}", *settings) for sleep in ("never", "always"))
+    warnings = check_settings(never, placed(never, 2))
+    assert [text.startswith(name) for text, name in zip(warnings, expected, strict=True)] == [True] * len(expected)
+    assert all(f"leave {SLEEP} or " in text for text in warnings)
+    assert check_settings(always, placed(always, 2)) == []
 
 
 def test_an_engine_that_must_stay_awake_leaves_less_to_the_update() -> None:
