@@ -16,6 +16,7 @@ from rl.model.host_memory import HostBuffers
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 SHORT_OF_MEMORY = "expandable_segments:True,pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
+WITHOUT_PAGES = "expandable_segments:False"  # torch sets everything that is not named to its default
 
 
 class Offloader:
@@ -102,12 +103,32 @@ def avoid_fragments() -> None:
     """Let torch's allocator map memory in pages from now on, and pin host memory with several threads.
 
     Without pages, it cannot use the gaps that layers leave between blocks of other sizes. With 7 B parameters, these
-    were 17 of 139 GiB. vLLM turns pages off while it allocates memory that sleeps, if it finds the variable. Pinning
-    61 GB with one thread took 40 s. Settings of the user's own are left alone.
+    were 17 of 139 GiB. Pinning 61 GB with one thread took 40 s. Settings of the user's own are left alone.
+
+    Actors with an engine call this if policy or critic are offloaded, and before they are. That includes `always`: its
+    activations and gathered layers share the GPU with an engine in the cases in which memory is shortest.
     """
     if not any(os.environ.get(name) for name in ALLOCATOR_VARIABLES):
-        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = SHORT_OF_MEMORY
-        torch._C._accelerator_setAllocatorSettings(SHORT_OF_MEMORY)
+        _set_allocator(SHORT_OF_MEMORY)
+
+
+@contextmanager
+def without_pages() -> Iterator[None]:
+    """Undo `avoid_fragments` while an engine is built. vLLM's all-reduce exports the memory of CUDA graphs to the other
+    processes of the engine. CUDA cannot export memory in pages, and vLLM then ends the process."""
+    if os.environ.get("PYTORCH_CUDA_ALLOC_CONF") != SHORT_OF_MEMORY:
+        yield
+        return
+    _set_allocator(WITHOUT_PAGES)
+    try:
+        yield
+    finally:
+        _set_allocator(SHORT_OF_MEMORY)
+
+
+def _set_allocator(settings: str) -> None:
+    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = settings
+    torch._C._accelerator_setAllocatorSettings(settings)
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:

@@ -140,6 +140,11 @@ class ShardedTrainer:
         """Whether some of the state is offloaded while an engine of the same rank uses the device."""
         return self._settings.offload in ("rollout", "moments")
 
+    @property
+    def is_short_of_memory(self) -> bool:
+        """Whether some of the state is in host memory of a GPU's rank, for a while or, with `always`, at all times."""
+        return self._settings.offload != "none" and self._device.type == "cuda"
+
     def start_offload(self) -> None:
         """Start to copy the moments to host memory; `offload` waits for it. Run no update in between."""
         for kind, offloader in self._offloaders.items():

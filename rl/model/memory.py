@@ -107,6 +107,11 @@ class RoleMemory:
         return sum(self.models.values())
 
     @property
+    def is_offloaded(self) -> bool:
+        """Whether one of the models is not on the device at all times. With `always`, nothing of it is."""
+        return self.offloaded > 0 or not all(self.models.values())
+
+    @property
     def who(self) -> str:
         return f"{','.join(self.roles)} ({format_ranks(self.ranks)})"
 

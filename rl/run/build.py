@@ -6,6 +6,7 @@ only trains does not import vLLM.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import msgspec
 import torch
@@ -27,6 +28,7 @@ from rl.learner.offload import avoid_fragments, free_cached_memory
 from rl.learner.overlap import OverlappedUpdate, why_overlap_waits
 from rl.learner.policy import PolicyTrainer
 from rl.learner.scoring import Scorer
+from rl.learner.sharded_trainer import ShardedTrainer
 from rl.model.base_digest import BaseDigests
 from rl.model.shards import TensorInfo
 from rl.report.health import Finding
@@ -80,12 +82,9 @@ def build_actor(run: Run, trains: bool = True) -> Actor:
     tensors = share_tensors(mail, run.placement, learner.model, config.model.dtype)
     # The engine must find as much free memory as it will have later, so the trainers are offloaded while it is built.
     offloaded = [part for part in (learner, critic) if part is not None and "rollout" in run.roles]
-    for trainer in offloaded:
-        trainer.offload()
+    offload_for_engine(offloaded)
     free_cached_memory(learner.device)
     service = build_rollout_service(run)
-    if learner.offloads and service is not None and learner.device.type == "cuda":  # memory is short
-        avoid_fragments()
     sync = build_sync(run, tensors, service, source=WeightSource(learner.model, learner.weight_slices))
     if service is not None:
         service.engine.sleep()
@@ -145,6 +144,14 @@ def build_actor(run: Run, trains: bool = True) -> Actor:
     )
     enable_garbage_collection()
     return actor
+
+
+def offload_for_engine(trainers: Sequence[ShardedTrainer]) -> None:
+    """Offload the trainers of a rank with an engine, before the engine is built."""
+    if any(trainer.is_short_of_memory for trainer in trainers):
+        avoid_fragments()  # before host memory is pinned
+    for trainer in trainers:
+        trainer.offload()
 
 
 def _skip_missing(run: Run, number: int) -> bool:

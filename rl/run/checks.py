@@ -46,7 +46,7 @@ def check_settings(config: Config, placement: Placement) -> list[str]:
             "without its adapters, and has no weights of its own to move. Leave reference.offload out: actor.offload "
             "moves these weights"
         )
-    warnings = _warn_of_adapters(config)
+    warnings = _warn_of_adapters(config) + (_warn_of_moves(config) if hosts else [])
     if placement.rank_weights is not None and placement.engines:
         used = {placement.nodes.node_of(ranks[0]) for ranks in placement.engines}
         if idle := [node for node in range(placement.num_nodes) if node not in used]:
@@ -86,6 +86,23 @@ def _warn_of_adapters(config: Config) -> list[str]:
     return [
         f"actor.lr: got {lr:g} with model.lora; adapters usually need about 10 times the learning rate of full "
         f"training. Try {10 * lr:g}"
+    ]
+
+
+def _warn_of_moves(config: Config) -> list[str]:
+    """Warn of weights that leave a GPU for an engine that does not need the room. Moments may: they come back when
+    activations are freed. With `always`, the weights move in any case."""
+    offloads: dict[str, str] = {"actor": config.actor.offload}
+    if config.algo.has_critic:
+        offloads["critic"] = config.critic.offload
+    if config.algo.kl_coef:
+        offloads["reference"] = config.reference.offload
+    return [
+        f"{name}.offload: got rollout with rollout.sleep=never. The engine keeps its memory during updates, so weights "
+        "must fit beside it anyway, and moving them for each rollout only takes time; leave rollout.sleep or "
+        f"{name}.offload out"
+        for name, offload in offloads.items()
+        if offload == "rollout" and config.rollout.sleep == "never"
     ]
 
 

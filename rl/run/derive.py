@@ -32,6 +32,7 @@ from rl.run.slots import count_slots
 
 SLOTS, FRACTION, TOKENS = "rollout.max_num_seqs", "rollout.gpu_memory_fraction", "actor.max_tokens_per_micro_batch"
 OFFLOAD, RECOMPUTE, SLEEP = "actor.offload", "actor.recompute", "rollout.sleep"
+UPDATE, LOGPROBS, LOADING = "update", "computation of logprobs", "loading of the models"  # stages of a learner
 ON_CPU = {SLOTS: 256, FRACTION: 0.85, TOKENS: 8192, OFFLOAD: "none", RECOMPUTE: "none", SLEEP: "never"}
 # For a model whose config.json has no sizes that are known here.
 CAUTIOUS = {FRACTION: 0.5, TOKENS: 8192, OFFLOAD: "rollout", RECOMPUTE: "none", SLEEP: "always"}
@@ -209,7 +210,7 @@ class _Search:
     def __init__(self, placement: Placement, models: Models, card: Card, num_sequences: int, trains: bool):
         self._placement, self._models, self._card, self._trains = placement, models, card, trains
         self._num_sequences = num_sequences
-        self._busiest = "update" if trains else "loading of the models"  # when the learner needs the most
+        self._busiest = UPDATE if trains else LOADING  # when the learner needs the most
 
     def choose(self, given: Config) -> _Found:
         config, longest, limit = given, _longest(given), given.actor.max_tokens_per_micro_batch
@@ -229,16 +230,16 @@ class _Search:
         tokens = int(min(max(_aim_tokens(policy), longest), room)) // ROUND_TOKENS * ROUND_TOKENS
         tokens = limit or max(tokens, longest, ROUND_TOKENS)
         others: dict[str, Any] = {OFFLOAD: best.config.actor.offload, RECOMPUTE: best.config.actor.recompute}
-        fraction, why = self._fraction(best, engine)
+        fraction, why = self._fraction(best.config, best.for_engine, engine)
         config = with_values(best.config, {TOKENS: tokens, FRACTION: fraction})
         if given.rollout.sleep == "auto":
             others[SLEEP], why_sleep = self._choose_sleep(config, engine)
             config = with_values(config, {SLEEP: others[SLEEP]})
-        learner_peak = self._update_peak(config, engine) if self._trains else self._loading_peak(config)
-        peaks = {"rollout": self._rollout_peak(config, engine), self._busiest: learner_peak}
+        peaks = {"rollout": self._rollout_peak(config, engine)} | self._learner_peaks(config, engine)
         problem = self._problem(config, given, peaks, engine, best.for_engine)
         of = f"of {format_bytes(self._card.usable)}"
-        use = ", ".join(f"{format_bytes(peak)} in the {name}" for name, peak in peaks.items() if peak)
+        shown = {name: peaks.get(name, 0) for name in ("rollout", self._busiest)}
+        use = ", ".join(f"{format_bytes(peak)} in the {name}" for name, peak in shown.items() if peak)
         update = self._memory(config)["policy"]
         reasons = {
             FRACTION: why,
@@ -265,17 +266,20 @@ class _Search:
 
     def _choose_sleep(self, config: Config, engine: EngineMemory) -> tuple[str, str]:
         """Return whether engine and learner of a GPU should take turns with its memory, and why."""
-        if not any(role.engine and role.states for role in self._estimate(config)):
+        shared = [role for role in self._estimate(config) if role.engine and role.states]
+        if not shared:
             return "never", "no engine shares a GPU with a learner"
-        if not self._trains or config.actor.offload != "none":
-            return "always", "no update follows" if not self._trains else "state is offloaded while the engine works"
-        together = self._update_peak(with_values(config, {SLEEP: "never"}), engine)
+        if not self._trains:
+            return "always", "no update follows"
+        if any(role.is_offloaded for role in shared):
+            return "always", "state is offloaded while the engine works"
+        together = max(self._learner_peaks(with_values(config, {SLEEP: "never"}), engine).values())
         enough = int(AWAKE_SHARE * self._card.usable)
-        needs = f"engine and update need {format_bytes(together)} together"
+        needs = f"engine and learner need {format_bytes(together)} together"
         return ("never", needs) if together <= enough else ("always", f"{needs}, more than {format_bytes(enough)}")
 
     def _awake_bytes(self, config: Config, role: RoleMemory, engine: EngineMemory) -> int:
-        """Return what a rank's engine keeps during an update because it does not sleep."""
+        """Return what a rank's engine keeps while the learner works, because it does not sleep."""
         if config.rollout.sleep != "never" or not role.engine or not role.states:
             return 0
         return max(0, self._share(config, engine) + engine.beside - SLEEPING_BYTES)
@@ -287,23 +291,18 @@ class _Search:
         return max(int(config.rollout.gpu_memory_fraction * self._card.whole), engine.weights)
 
     def _budget(self, config: Config, engine: EngineMemory, needed: int) -> _Budget:
-        for_engine = num_tokens = math.inf
-        memory = self._memory(config)
-        for role in self._estimate(config):
-            if role.engine:
-                for_engine = min(for_engine, self._left_for_engine(config, role, engine))
-            if not self._trains and role.states and _loaded_bytes(role) > self._card.usable:
-                num_tokens = 0
-            if self._scoring_peak(config) > self._card.usable:
+        """Return what is left for an engine beside a micro-batch of `needed` tokens, and then for micro-batches."""
+        roles, memory, num_tokens = self._estimate(config), self._memory(config), math.inf
+        left = (self._left_for_engine(config, role, engine, needed) for role in roles if role.engine)
+        for_engine = min(left, default=math.inf)
+        sized = with_values(config, {FRACTION: self._fraction(config, for_engine, engine)[0]})
+        for role in (role for role in roles if role.states):
+            peaks = self._peaks(sized, role, engine)
+            if any(peak > self._card.usable for name, peak in peaks.items() if name != UPDATE):
                 num_tokens = 0
             for name in role.states if self._trains else ():
                 state = _state_in_update(config, role, name)
-                room = self._card.usable - state.total - memory[name].fixed
-                if role.engine and config.rollout.sleep == "never":  # the engine gets what `needed` tokens leave
-                    left = room + SLEEPING_BYTES - engine.beside
-                    for_engine = min(for_engine, left - memory[name].per_token * needed)
-                    rounded = engine.total + self._card.whole // 100  # as a share of the card
-                    room = left - max(self._share(config, engine), min(rounded, int(for_engine)))
+                room = self._card.usable - state.total - memory[name].fixed - self._awake_bytes(sized, role, engine)
                 if room < state.late:
                     num_tokens = min(num_tokens, 0)
                 elif name == "critic" and config.critic.max_tokens_per_micro_batch:  # it is used as given
@@ -313,24 +312,27 @@ class _Search:
                     num_tokens = min(num_tokens, room // memory[name].per_token)
         return _Budget(config, for_engine, num_tokens)
 
-    def _left_for_engine(self, config: Config, role: RoleMemory, engine: EngineMemory) -> float:
+    def _left_for_engine(self, config: Config, role: RoleMemory, engine: EngineMemory, needed: int) -> float:
         """Return the largest share that an engine may have beside the other roles of its rank."""
         if role.roles == ("rollout",):
             return math.inf
         left = self._card.usable - role.during_rollout - engine.beside
         if "inference" in role.roles and self._placement.scorers:  # it scores while the engine stays awake
             left -= scoring_bytes(config, self._models.policy.shape, config.inference.max_tokens_per_micro_batch)
+        if config.rollout.sleep == "never" and role.states:
+            asleep = self._peaks(with_values(config, {SLEEP: "always", TOKENS: needed}), role, engine)
+            left = min(left, self._card.usable + SLEEPING_BYTES - engine.beside - max(asleep.values()))
         return left
 
-    def _fraction(self, budget: _Budget, engine: EngineMemory) -> tuple[float, str]:
-        if given := budget.config.rollout.gpu_memory_fraction:
+    def _fraction(self, config: Config, for_engine: float, engine: EngineMemory) -> tuple[float, str]:
+        if given := config.rollout.gpu_memory_fraction:
             return given, ""
-        if math.isinf(budget.for_engine):
+        if math.isinf(for_engine):
             return self._card.fraction(self._card.usable - engine.beside), "no other role uses the GPU"
         parts = f"{format_bytes(engine.weights)} of weights, {format_bytes(engine.kv)} of KV cache for "
         parts += f"{count_of(self._num_sequences, 'sequence')} at full length, {format_bytes(engine.other)} besides"
-        most = self._card.fraction(max(0.0, budget.for_engine))
-        if engine.total <= budget.for_engine:
+        most = self._card.fraction(max(0.0, for_engine))
+        if engine.total <= for_engine:
             return min(self._card.fraction(engine.total, rounds_up=True), most), parts
         return most, f"what the learner leaves free; all sequences would need {parts}"
 
@@ -344,41 +346,47 @@ class _Search:
         longest = _longest(config)
         return max(longest, min(limit, longest + config.max_step_tokens // len(self._placement.actors)))
 
-    def _update_peak(self, config: Config, engine: EngineMemory, has_activations: bool = True) -> int:
-        peak, memory = 0, self._memory(config)
-        limits = {"policy": config.actor.max_tokens_per_micro_batch, "critic": config.critic_max_tokens}
-        for role in self._estimate(config):
-            for name in role.states:
-                state, num_tokens = _state_in_update(config, role, name), self._num_tokens(config, limits[name])
-                activations = max(memory[name].per_token * num_tokens * has_activations, state.late)
-                awake = self._awake_bytes(config, role, engine)
-                peak = max(peak, state.total + awake + memory[name].fixed + activations)
-        return peak
+    def _learner_peaks(self, config: Config, engine: EngineMemory, has_activations: bool = True) -> dict[str, int]:
+        """Return the peaks of the actors that need the most."""
+        actors = [role for role in self._estimate(config) if role.states]
+        each = [self._peaks(config, role, engine, has_activations) for role in actors]
+        return {name: max(peaks[name] for peaks in each) for name in each[0]} if each else {}
 
-    def _scoring_peak(self, config: Config) -> int:
-        """Return what actors need to compute logprobs, if they do. Most of the state is there then."""
+    def _peaks(
+        self, config: Config, role: RoleMemory, engine: EngineMemory, has_activations: bool = True
+    ) -> dict[str, int]:
+        """Return the peak of an actor's GPU in each stage of its learner, with the rank's engine."""
+        awake, memory, update = self._awake_bytes(config, role, engine), self._memory(config), 0
+        if not self._trains:  # the state is offloaded once it is loaded; with `always`, it never gets to the GPU
+            beside = awake + (SLEEPING_BYTES if role.engine else 0)
+            return {LOADING: role.learner + beside if role.learner else 0}
+        limits = {"policy": config.actor.max_tokens_per_micro_batch, "critic": config.critic_max_tokens}
+        for name in role.states:
+            state, num_tokens = _state_in_update(config, role, name), self._num_tokens(config, limits[name])
+            activations = max(memory[name].per_token * num_tokens * has_activations, state.late)
+            update = max(update, state.total + awake + memory[name].fixed + activations)
+        if self._placement.scorers:
+            return {UPDATE: update}
+        # Most of the state is there while logprobs are computed.
         limit = max(config.inference.max_tokens_per_micro_batch, config.reference_max_tokens)
         activations = scoring_bytes(config, self._models.policy.shape, self._num_tokens(config, limit))
-        roles = self._estimate(config) if self._trains and not self._placement.scorers else []
-        return max(
-            (_state_in_update(config, role, "policy").total + activations for role in roles if role.states), default=0
-        )
-
-    def _loading_peak(self, config: Config) -> int:
-        return max((_loaded_bytes(role) for role in self._estimate(config) if role.states), default=0)
+        return {UPDATE: update, LOGPROBS: _state_in_update(config, role, "policy").total + awake + activations}
 
     def _problem(
         self, config: Config, given: Config, peaks: Mapping[str, int], engine: EngineMemory, for_engine: float
     ) -> str:
         """Return what does not fit, and what to change. `given` has the settings as the user gave them."""
         usable, rollout, more_ranks = self._card.usable, config.rollout, "give the learner more ranks"
-        if (learner := peaks[self._busiest]) > usable:
-            remedies = self._remedies_of_update(config, given, engine) if self._trains else ["set actor.offload=always"]
+        if (learner := peaks.get(self._busiest, 0)) > usable:
+            if self._trains:
+                remedies = self._remedies_of_update(config, given, engine)
+            else:
+                remedies = [*self._remedy_of_sleep(given), "set actor.offload=always"]
             what = f"{'an' if self._trains else 'the'} {self._busiest} needs {format_bytes(learner)}"
             return f"{what}; {_either(*remedies, more_ranks)}"
-        if (scoring := self._scoring_peak(config)) > usable:
-            remedy = _either("lower inference.max_tokens_per_micro_batch", more_ranks)
-            return f"the computation of logprobs needs {format_bytes(scoring)}; {remedy}"
+        if (scoring := peaks.get(LOGPROBS, 0)) > usable:
+            remedies = [*self._remedy_of_sleep(given), "lower inference.max_tokens_per_micro_batch"]
+            return f"the {LOGPROBS} needs {format_bytes(scoring)}; {_either(*remedies, more_ranks)}"
         if not any(role.engine for role in self._estimate(config)):
             return ""
         if rollout.kv_cache_mb and engine.kv < engine.least_kv:
@@ -396,10 +404,16 @@ class _Search:
             room, remedies = share, [f"raise {FRACTION}", *remedies[:1]]
         if needed > room:
             text = f"an engine needs at least {format_bytes(needed)}, and {format_bytes(room)} are left for it"
-            return f"{text}; {_either(*remedies)}"
+            return f"{text}; {_either(*self._remedy_of_sleep(given), *remedies)}"
         if peaks["rollout"] > usable:
             return f"a rollout needs {format_bytes(peaks['rollout'])}; lower {FRACTION}"
         return ""
+
+    def _remedy_of_sleep(self, given: Config) -> list[str]:
+        """Return how to let engine and learner take turns, if that is enough."""
+        if given.rollout.sleep != "never" or self.choose(with_values(given, {SLEEP: "auto"})).problem:
+            return []
+        return [f"leave {SLEEP} out"]
 
     def _remedies_of_update(self, config: Config, given: Config, engine: EngineMemory) -> list[str]:
         """Return what would lower the peak of an update."""
@@ -412,7 +426,7 @@ class _Search:
         if config.algo.has_critic:
             limits["critic.max_tokens_per_micro_batch"] = given.critic.max_tokens_per_micro_batch
         lower = [name for name, limit in limits.items() if self._num_tokens(config, limit) > longest]
-        if not lower and self._update_peak(config, engine, has_activations=False) <= self._card.usable:
+        if not lower and self._learner_peaks(config, engine, has_activations=False)[UPDATE] <= self._card.usable:
             lower = ["environment.max_conversation_tokens" if config.environment.is_set else "rollout.max_new_tokens"]
         return [*remedies, *(f"lower {name}" for name in lower)]
 
@@ -438,12 +452,6 @@ def _candidates(config: Config) -> Iterator[Config]:
         for layers in recomputes:
             for where in offloads:
                 yield with_values(config, {OFFLOAD: where, RECOMPUTE: layers})
-
-
-def _loaded_bytes(role: RoleMemory) -> int:
-    """Return what is on a rank's device when its models are loaded. The state is offloaded only after that, and the
-    engine sleeps meanwhile."""
-    return role.learner + (SLEEPING_BYTES if role.engine else 0)
 
 
 class _UpdateState(NamedTuple):

@@ -64,9 +64,13 @@ def test_collocated_with_sleep_mode(offload: str, fraction: float, tmp_path: Pat
 
 
 def test_collocated_with_an_engine_that_stays_awake(tmp_path: Path) -> None:
+    """The KV cache is there during the update, so at its peak the card holds all kinds of memory at once."""
     options = ["actor.offload=none", "rollout.gpu_memory_fraction=0.3", "rollout.sleep=never"]
     result = train(tmp_path / "run", 1, *settings(), *options, timeout_s=500)
     check("collocated, 1 rank, rollout.sleep=never", result)
+    kinds = [f"gpu/memory_gb/{kind}" for kind in ("weights", "gradients", "optimizer", "other", "kv")]
+    together = sum(result.metrics[-1][kind] for kind in kinds)
+    assert max(row.get("gpu/memory_gb/rank_0", 0.0) for row in result.metrics) > together
 
 
 def test_what_a_run_reports_about_its_card(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from rl.model.shape import AdaptedLayers, ModelShape, ModelSize
 from rl.placement.roles import Placement, plan
 from rl.run import agree
 from rl.run.agree import DerivedSettings, DeviceMemory, agree_on_settings
+from rl.run.checks import check_settings
 from rl.run.derive import (
     FRACTION,
     OFFLOAD,
@@ -251,19 +252,30 @@ def test_given_values_are_used_as_given() -> None:
     assert (more.values[OFFLOAD], more.values[RECOMPUTE]) == ("moments", "selective") and not more.problem
 
 
+LARGE_PASSES = ["inference.max_tokens_per_micro_batch=9999999"]
 SHORT = ["rollout.num_samples_per_prompt=16", "rollout.max_new_tokens=24"]
 
 
 @pytest.mark.parametrize(
     ("name", "num_ranks", "gpu", "settings", "expected"),
     [
-        ("135M", 1, H200, SHORT, ("never", "engine and update need 38.53 GB together")),
-        ("135M", 1, 24, SHORT, ("always", "engine and update need 25.01 GB together, more than 8.98 GB")),
+        ("135M", 1, H200, SHORT, ("never", "engine and learner need 38.53 GB together")),
+        ("135M", 1, 24, SHORT, ("always", "engine and learner need 25.01 GB together, more than 8.98 GB")),
         # More than 0.4 of 143.3 GB.
-        ("0.6B", 1, H200, [], ("always", "engine and update need 80.77 GB together, more than 57.31 GB")),
-        ("0.6B", 8, H200, [], ("never", "engine and update need 40.95 GB together")),
+        ("0.6B", 1, H200, [], ("always", "engine and learner need 80.77 GB together, more than 57.31 GB")),
+        ("0.6B", 8, H200, [], ("never", "engine and learner need 40.95 GB together")),
         ("0.6B", 8, H200, [f"{OFFLOAD}=moments"], ("always", "state is offloaded while the engine")),
+        ("135M", 1, H200, [*SHORT, *PPO, "critic.offload=moments"], ("always", "state is offloaded while")),
+        ("135M", 1, H200, [*SHORT, *KL, "reference.offload=rollout"], ("always", "state is offloaded while")),
+        ("135M", 1, H200, [*SHORT, *KL, "reference.offload=always"], ("always", "state is offloaded while")),
+        ("135M", 1, H200, [*SHORT, "critic.offload=moments"], ("never", "engine and learner need 38.53 GB together")),
         ("14B", 8, 80, ["placement.rollout=0-3", "placement.actor=4-7"], ("never", "no engine shares a GPU with a")),
+        ("135M", 1, H200, [*SHORT, f"{TOKENS}=8192"], ("never", "engine and learner need 15.19 GB together")),
+        # The same update, but logprobs of 5 M tokens at once.
+        (
+            *("135M", 1, H200, [*SHORT, f"{TOKENS}=8192", *LARGE_PASSES, "train.num_prompts_per_step=2000"]),
+            ("always", "engine and learner need 99.66 GB together, more than 57.31 GB"),
+        ),
     ],
 )
 def test_small_engines_and_learners_keep_their_memory(
@@ -276,6 +288,28 @@ def test_small_engines_and_learners_keep_their_memory(
     assert not derived.problem
 
 
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ([f"{OFFLOAD}=rollout"], [OFFLOAD]),
+        (
+            [f"{OFFLOAD}=none", *PPO, "critic.offload=rollout", *KL, "reference.offload=rollout"],
+            ["critic.", "reference."],
+        ),
+        ([f"{OFFLOAD}=moments"], []),  # they come back when activations are freed
+        ([f"{OFFLOAD}=always"], []),  # the weights stay in host memory
+        (["critic.offload=rollout", "reference.offload=rollout"], []),  # there are none
+        ([f"{OFFLOAD}=rollout", "placement.rollout=0", "placement.actor=1"], []),
+    ],
+)
+def test_weights_that_make_room_for_an_engine_that_needs_none(settings: list[str], expected: list[str]) -> None:
+    never, always = (configured(f"{SLEEP}={sleep}", *settings) for sleep in ("never", "always"))
+    warnings = check_settings(never, placed(never, 2))
+    assert [text.startswith(name) for text, name in zip(warnings, expected, strict=True)] == [True] * len(expected)
+    assert all(f"leave {SLEEP} or " in text for text in warnings)
+    assert check_settings(always, placed(always, 2)) == []
+
+
 def test_an_engine_that_must_stay_awake_leaves_less_to_the_update() -> None:
     """On 96 GB, an engine of 62 GB and a state of 27 GB leave no room for micro-batches as large as usual."""
     usual, awake = (found("1.7B", 1, 96, *settings) for settings in ([], [f"{SLEEP}=never"]))
@@ -286,6 +320,30 @@ def test_an_engine_that_must_stay_awake_leaves_less_to_the_update() -> None:
     assert 90 < float(peak) < 97.5, "it includes the engine"
     tight = found("1.7B", 1, 80, f"{SLEEP}=never", f"{OFFLOAD}=none", f"{RECOMPUTE}=none", f"{TOKENS}=30720")
     assert f"leave {SLEEP} out" in tight.problem
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu", "offload"),
+    [("1.7B", 24, "always"), ("7B", 48, "always"), ("14B", 141, "always"), ("7B", 141, "none")],
+)
+def test_an_evaluation_with_an_engine_that_stays_awake_has_room_for_both(name: str, gpu: float, offload: str) -> None:
+    derived = found(name, 1, gpu, f"{SLEEP}=never", trains=False)
+    assert derived.values[OFFLOAD] == offload and not derived.problem
+    learner = 0 if offload == "always" else 4 * SHAPES[name].size.num_parameters
+    assert learner + derived.values[FRACTION] * nominal_bytes(gpu) < 0.97 * nominal_bytes(gpu) - 1.5e9
+    given = found(name, 1, gpu, f"{SLEEP}=never", f"{OFFLOAD}=rollout", f"{FRACTION}=0.8", trains=False)
+    assert given.problem.startswith("the loading of the models needs")
+    assert given.problem.endswith(f"; leave {SLEEP} out, set {OFFLOAD}=always, or give the learner more ranks")
+
+
+def test_logprobs_are_computed_beside_an_engine_that_stays_awake() -> None:
+    """The engine gets less, so that a pass of 65,536 tokens fits. A share that is given leaves too little."""
+    passes = "inference.max_tokens_per_micro_batch=65536"
+    usual, large = (found("7B", 1, 48, f"{SLEEP}=never", *settings) for settings in ([], [passes]))
+    assert large.values[FRACTION] < usual.values[FRACTION] and not large.problem
+    derived = found("7B", 1, 48, f"{SLEEP}=never", f"{FRACTION}=0.61", passes)
+    remedies = f"leave {SLEEP} out, lower inference.max_tokens_per_micro_batch, or give the learner more ranks"
+    assert derived.problem == f"the computation of logprobs needs 49.02 GB; {remedies}"
 
 
 def test_a_critic_that_has_micro_batches_of_its_own_does_not_limit_those_of_the_policy() -> None:
@@ -340,6 +398,8 @@ def test_what_does_not_fit_is_said() -> None:
     assert large.problem.startswith("a rollout needs") and "lower rollout.gpu_memory_fraction" in large.problem
     evaluation = derive(*problem_of_evaluation(), trains=False)
     assert evaluation.values[OFFLOAD] == "always" and not evaluation.problem, "29.5 GB of weights on each card of 25.5"
+    alone = found("14B", 1, 24, f"{SLEEP}=never", trains=False)
+    assert "left for it; raise rollout.tensor" in alone.problem, "turns would not help"
 
 
 @pytest.mark.parametrize(
@@ -394,6 +454,8 @@ def test_an_evaluation_loads_weights_that_fit_the_card(
         (("7B", 1, 141, "rollout.kv_cache_mb=36"), "got 36, but one sequence of full length needs 37; raise it"),
         (("7B", 1, 141, "rollout.kv_cache_mb=37"), ""),
         (("14B", 8, 24, "placement.rollout=0-3", "placement.actor=4-7"), "for it; raise rollout.tensor_parallel_size"),
+        # A learner of 22 GB fits beside an engine of 32.4 GB only if they take turns.
+        (("14B", 1, 48, f"{SLEEP}=never"), f"25.42 GB are left for it; leave {SLEEP} out, raise rollout.tensor"),
         (
             ("7B", 1, H200, *MANY_AT_ONCE),
             "of logprobs needs 182.88 GB; lower inference.max_tokens_per_micro_batch, or give",

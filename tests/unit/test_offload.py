@@ -1,15 +1,17 @@
 """Tensors that are offloaded and reloaded are the same objects with the same views and values."""
 
 import os
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import nn
 
-from rl.learner.offload import ALLOCATOR_VARIABLES, Offloader, avoid_fragments
-from rl.learner.sharded_trainer import ShardedTrainer
+from rl.learner.offload import ALLOCATOR_VARIABLES, WITHOUT_PAGES, Offloader, avoid_fragments, without_pages
+from rl.learner.sharded_trainer import ShardedTrainer, TrainerSettings
 from rl.model import host_memory
+from rl.run import build
 
 
 def test_views_stay_valid_and_their_memory_is_free_meanwhile() -> None:
@@ -90,7 +92,6 @@ def test_a_weight_sync_does_not_wait_for_moments_on_their_way_to_host_memory() -
 def test_settings_of_the_allocator_that_the_user_gives_are_left_alone(
     given: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM looks for pages in the environment, and turns them off while it allocates memory that sleeps."""
     applied: list[str] = []
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", applied.append)
     for name in ALLOCATOR_VARIABLES:
@@ -100,3 +101,31 @@ def test_settings_of_the_allocator_that_the_user_gives_are_left_alone(
     avoid_fragments()
     assert applied == ([] if given else [os.environ["PYTORCH_CUDA_ALLOC_CONF"]])
     assert ("expandable_segments:True" in os.environ["PYTORCH_CUDA_ALLOC_CONF"]) is not bool(given)
+    with without_pages():
+        assert (os.environ["PYTORCH_CUDA_ALLOC_CONF"], len(applied)) == (("", 0) if given else (WITHOUT_PAGES, 2))
+
+
+@pytest.mark.parametrize(
+    ("offloads", "device", "expected"),
+    [
+        (["none", "none"], "cuda", ["offload", "offload"]),
+        (["moments"], "cuda", ["avoid", "offload"]),
+        (["always"], "cuda", ["avoid", "offload"]),
+        (["none", "rollout"], "cuda", ["avoid", "offload", "offload"]),  # only the critic is moved
+        (["rollout"], "cpu", ["offload"]),
+        ([], "cpu", []),  # a rank without an engine
+    ],
+)
+def test_fragments_are_avoided_before_any_memory_is_pinned(
+    offloads: list[Any], device: str, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(build, "avoid_fragments", lambda: done.append("avoid"))
+    trainers = []
+    for offload in offloads:
+        trainer = ShardedTrainer.__new__(ShardedTrainer)
+        trainer._settings, trainer._device = TrainerSettings(1e-6, offload, 1024), torch.device(device)
+        monkeypatch.setattr(trainer, "offload", lambda: done.append("offload"))
+        trainers.append(trainer)
+    build.offload_for_engine(trainers)
+    assert done == expected

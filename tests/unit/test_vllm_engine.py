@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from rl.config.schema import Config, EnvironmentConfig, RolloutConfig
+from rl.learner.offload import ALLOCATOR_VARIABLES, SHORT_OF_MEMORY, avoid_fragments
 from rl.rollout.dispatch import Sampling
 from rl.rollout.engine import Request, import_engine
 from rl.watch.heart import HEART
@@ -154,6 +156,35 @@ def test_a_build_beats_between_its_phases_and_marks_what_vllm_compiles(
     first = "the memory of the failed engine" if is_rebuilt else "its process groups"
     assert [item for item, _ in seen] == [first, "vLLM's start", "a barrier of the engine's ranks"]
     assert [is_marked for _, is_marked in seen] == [False, True, True]
+
+
+@pytest.mark.parametrize("is_failing", [False, True])
+def test_an_engine_is_built_without_pages(is_failing: bool, build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's all-reduce gives other processes handles of the graphs' memory, and memory in pages has none. vLLM 0.26
+    turns pages on again by a setting of its own, which drops ours."""
+    applied, seen = list[str](), list[str]()
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", applied.append)
+    for name in ALLOCATOR_VARIABLES:
+        monkeypatch.setenv(name, "")
+    avoid_fragments()
+
+    def start(**options: Any) -> Any:
+        seen.extend([applied[-1], os.environ["PYTORCH_CUDA_ALLOC_CONF"]])
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+        if is_failing:
+            raise RuntimeError("no memory")
+        return FakeVllm()
+
+    monkeypatch.setattr(build.vllm, "LLM", start)
+    for name in ("turn_off_packing", "unlink_shared_memory", "install_fast_decode", "Generators"):
+        monkeypatch.setattr(build, name, lambda *args: None)
+    monkeypatch.setattr(build.c10d, "barrier", lambda: None)
+    seat = SimpleNamespace(stop_token_ids=[], sleeps=True, device=torch.device("cpu"), tp_size=2)
+    failed = SimpleNamespace(abandon=lambda: SimpleNamespace(entered=nullcontext))
+    with pytest.raises(RuntimeError, match="no memory") if is_failing else nullcontext():
+        build.build(Config(), Path(), seat, failed)
+    assert seen == ["expandable_segments:False"] * 2
+    assert applied[-1] == os.environ["PYTORCH_CUDA_ALLOC_CONF"] == SHORT_OF_MEMORY
 
 
 @pytest.mark.parametrize(("limit_s", "is_frozen"), [(0.0, True), (100.0, False)])

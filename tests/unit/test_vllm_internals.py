@@ -61,7 +61,7 @@ NAMES: dict[str, list[str]] = {
     "vllm.v1.attention.backend.AttentionType.DECODER": [],
     "vllm.v1.attention.backends.registry.AttentionBackendEnum.FLASH_ATTN": [],
     "vllm.v1.attention.backends.registry.register_backend": ["backend", "class_path"],
-    "vllm.v1.core.kv_cache_manager.KVCacheBlocks.get_block_ids": ["allow_none"],
+    "vllm.v1.core.kv_cache_manager.KVCacheBlocks": [],
     "vllm.v1.core.kv_cache_manager.KVCacheManager.allocate_slots": ["request", "num_new_tokens"],
     "vllm.v1.core.kv_cache_manager.KVCacheManager.cache_blocks": ["request", "num_computed_tokens"],
     "vllm.v1.core.sched.async_scheduler.AsyncScheduler": [],

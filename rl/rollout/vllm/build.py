@@ -18,6 +18,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
 from rl.config.schema import Config, ConfigError
+from rl.learner.offload import without_pages
 from rl.model.activations import max_batched_tokens
 from rl.model.memory import DTYPE_BYTES
 from rl.model.shape import read_shape
@@ -58,7 +59,7 @@ def build(config: Config, model_folder: Path, seat: EngineSeat, failed: VllmEngi
         HEART.beat("vLLM's start")
         mark_compilation()
         try:
-            with bars_as_heartbeats():
+            with bars_as_heartbeats(), without_pages():
                 llm = vllm.LLM(**options)
         except ValidationError as error:  # bad settings; after other errors, a restart may help
             raise ConfigError(f"vLLM does not accept these settings: {error}") from error
