@@ -13,9 +13,10 @@ import torch
 from rl.common.notices import NOTICES
 from rl.common.text import format_bytes
 from rl.config.schema import Config
+from rl.config.values import read_value
 from rl.data.sources import Data
 from rl.placement.roles import Placement
-from rl.run.derive import derive, open_settings, read_models, read_value
+from rl.run.derive import derive, open_settings, read_models
 from rl.world.messages import Message
 from rl.world.world import World
 

@@ -6,61 +6,52 @@ Values that the user gives are used as given, and the others are chosen to fit t
 derives them for all ranks, from the smallest GPU (rl/run/agree.py). They change speed and memory, and of the results
 only the rounding.
 
-An engine and a learner on the same GPU take turns, unless both need little. So two moments count:
-
-    rollout     weights and moments that stay on the device, and the engine
-    update      the training state of a rank, activations, and what a sleeping engine keeps
-
-With offload=moments or rollout, moments return while the last backward pass frees activations (ShardedTrainer), so the
-larger of both counts, unless a batch has several optimizer steps. The order of preference is that of the cost: smaller
+rl/run/peaks.py estimates the memory of a GPU with each choice. The order of preference is that of the cost: smaller
 micro-batches, then moments over the bus, weights over the bus, recomputation, and everything in host memory.
 """
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rl.common.text import count_of, format_bytes
 from rl.config.schema import Config
-from rl.model.activations import EngineMemory, UpdateMemory, engine_memory, scoring_bytes, update_memory
-from rl.model.memory import RoleMemory, estimate
-from rl.model.shape import ModelShape, ModelSize, measure_size, read_shape
+from rl.config.values import read_value, with_values
+from rl.model.activations import EngineMemory, engine_memory
+from rl.model.shape import measure_size, read_shape
 from rl.placement.roles import Placement
+from rl.run.peaks import (
+    LOADING,
+    LOGPROBS,
+    UPDATE,
+    WHOLE_GPU,
+    Card,
+    ModelFacts,
+    Models,
+    Peaks,
+    longest_sequence,
+    state_in_update,
+)
 from rl.run.slots import count_slots
 
 SLOTS, FRACTION, TOKENS = "rollout.max_num_seqs", "rollout.gpu_memory_fraction", "actor.max_tokens_per_micro_batch"
 OFFLOAD, RECOMPUTE, SLEEP = "actor.offload", "actor.recompute", "rollout.sleep"
-UPDATE, LOGPROBS, LOADING = "update", "computation of logprobs", "loading of the models"  # stages of a learner
 ON_CPU = {SLOTS: 256, FRACTION: 0.85, TOKENS: 8192, OFFLOAD: "none", RECOMPUTE: "none", SLEEP: "never"}
 # For a model whose config.json has no sizes that are known here.
 CAUTIOUS = {FRACTION: 0.5, TOKENS: 8192, OFFLOAD: "rollout", RECOMPUTE: "none", SLEEP: "always"}
 
-WHOLE_GPU = 0.9  # share of an engine that has a GPU of its own
 AIM_TOKENS, MAX_AIM_TOKENS = 20_480, 65_536  # of a micro-batch; larger ones are hardly faster
 # A pass costs the host this time per layer, whatever the number of tokens (0.1 s for 30 layers beside an H200, with
 # 135 M parameters). The GPU should have as long to compute, so micro-batches of tiny models are larger.
 HOST_S_PER_LAYER, OPERATIONS_PER_S = 3.3e-3, 4e14
 ENOUGH_TOKENS = 8192  # smaller micro-batches are clearly slower, so they cost more than moments over the bus
 ROUND_TOKENS = 512
-CUDA_BYTES = 1_500_000_000  # context, libraries and communicators
-MARGIN = 0.03  # of a card, for what the estimate does not know
 NEAR = 0.8  # an engine is content with this share of the most that it could get
 AWAKE_SHARE = 0.4  # of a card; if engine and learner need more, saving memory is worth the 0.05 s of a handover
-SLEEPING_BYTES = 2_500_000_000  # what an engine keeps while the learner works: graphs and buffers
 GIB = 1 << 30
 NOMINAL = 0.99  # GiB that CUDA reports of a nominal GB: 79.2 of 80, 139.8 of 141
-
-
-class ModelFacts(NamedTuple):
-    size: ModelSize
-    shape: ModelShape
-
-
-class Models(NamedTuple):
-    policy: ModelFacts
-    critic: ModelFacts | None = None
 
 
 def read_models(config: Config, folders: Mapping[str, Path]) -> Models | None:
@@ -97,19 +88,6 @@ class Derived:
     def line(self) -> str:
         """Return the derived settings as on a command line."""
         return " ".join(f"{name}={value}" for name, value in self.values.items())
-
-
-def read_value(config: Config, name: str) -> Any:
-    section, _, key = name.partition(".")
-    return getattr(getattr(config, section), key)
-
-
-def with_values(config: Config, values: Mapping[str, Any]) -> Config:
-    """Return the config with these settings changed."""
-    for name, value in values.items():
-        section, _, key = name.partition(".")
-        config = replace(config, **{section: replace(getattr(config, section), **{key: value})})
-    return config
 
 
 def open_settings(config: Config) -> list[str]:
@@ -168,27 +146,6 @@ def _aim_tokens(model: ModelFacts) -> int:
     return min(max(AIM_TOKENS, round(busy)), MAX_AIM_TOKENS)
 
 
-@dataclass(frozen=True)
-class Card:
-    """A GPU, and the part of it that a rank may use."""
-
-    whole: int  # bytes
-    num_ranks: int  # that share it
-
-    @property
-    def total(self) -> int:
-        return self.whole // self.num_ranks
-
-    @property
-    def usable(self) -> int:
-        return int((1 - MARGIN) * self.total) - CUDA_BYTES
-
-    def fraction(self, num_bytes: float, rounds_up: bool = False) -> float:
-        """Return the share of the GPU that this is, of at most WHOLE_GPU of the rank's part, to two digits."""
-        share = 100 * min(num_bytes, WHOLE_GPU * self.total) / self.whole
-        return max(1, math.ceil(share) if rounds_up and num_bytes < WHOLE_GPU * self.total else math.floor(share)) / 100
-
-
 class _Found(NamedTuple):
     fraction: float
     tokens: int
@@ -209,14 +166,14 @@ class _Budget(NamedTuple):
 class _Search:
     def __init__(self, placement: Placement, models: Models, card: Card, num_sequences: int, trains: bool):
         self._placement, self._models, self._card, self._trains = placement, models, card, trains
-        self._num_sequences = num_sequences
+        self._num_sequences, self._peaks = num_sequences, Peaks(placement, models, card, trains)
         self._busiest = UPDATE if trains else LOADING  # when the learner needs the most
 
     def choose(self, given: Config) -> _Found:
-        config, longest, limit = given, _longest(given), given.actor.max_tokens_per_micro_batch
+        config, longest, limit = given, longest_sequence(given), given.actor.max_tokens_per_micro_batch
         if config.rollout.sleep == "auto":
             config = with_values(config, {SLEEP: "always"})
-        needed = self._num_tokens(config, limit or ENOUGH_TOKENS)
+        needed = self._peaks.num_tokens(config, limit or ENOUGH_TOKENS)
         slots, policy = config.rollout.max_num_seqs, self._models.policy
         engine = engine_memory(config, policy.shape, policy.size, slots, self._num_sequences)
         budgets = [self._budget(each, engine, needed) for each in _candidates(config)]
@@ -235,12 +192,12 @@ class _Search:
         if given.rollout.sleep == "auto":
             others[SLEEP], why_sleep = self._choose_sleep(config, engine)
             config = with_values(config, {SLEEP: others[SLEEP]})
-        peaks = {"rollout": self._rollout_peak(config, engine)} | self._learner_peaks(config, engine)
+        peaks = {"rollout": self._peaks.of_rollout(config, engine)} | self._peaks.of_learner(config, engine)
         problem = self._problem(config, given, peaks, engine, best.for_engine)
         of = f"of {format_bytes(self._card.usable)}"
         shown = {name: peaks.get(name, 0) for name in ("rollout", self._busiest)}
         use = ", ".join(f"{format_bytes(peak)} in the {name}" for name, peak in shown.items() if peak)
-        update = self._memory(config)["policy"]
+        update = self._peaks.activations(config)["policy"]
         reasons = {
             FRACTION: why,
             TOKENS: f"{format_bytes(update.per_token)} of activations per token, and room for {_count(room)}",
@@ -251,78 +208,42 @@ class _Search:
             reasons[SLEEP] = why_sleep
         return _Found(fraction, tokens, others, reasons, problem, f"at most {use} {of}" if use else "")
 
-    def _estimate(self, config: Config) -> list[RoleMemory]:
-        critic = self._models.critic.size if self._models.critic else None
-        return estimate(config, self._placement, self._models.policy.size, critic, self._trains)
-
-    def _memory(self, config: Config) -> dict[str, UpdateMemory]:
-        """Return what an update of each trained model needs besides its state."""
-        policy, critic = self._models
-        found = {"policy": update_memory(config, policy.shape, config.actor.recompute, config.model.lora)}
-        if critic is not None:
-            recompute, lora = config.critic_recompute, config.critic_lora
-            found["critic"] = update_memory(config, critic.shape, recompute, lora, is_critic=True)
-        return found
-
     def _choose_sleep(self, config: Config, engine: EngineMemory) -> tuple[str, str]:
         """Return whether engine and learner of a GPU should take turns with its memory, and why."""
-        shared = [role for role in self._estimate(config) if role.engine and role.states]
+        shared = [role for role in self._peaks.roles(config) if role.engine and role.states]
         if not shared:
             return "never", "no engine shares a GPU with a learner"
         if not self._trains:
             return "always", "no update follows"
         if any(role.is_offloaded for role in shared):
             return "always", "state is offloaded while the engine works"
-        together = max(self._learner_peaks(with_values(config, {SLEEP: "never"}), engine).values())
+        together = max(self._peaks.of_learner(with_values(config, {SLEEP: "never"}), engine).values())
         enough = int(AWAKE_SHARE * self._card.usable)
         needs = f"engine and learner need {format_bytes(together)} together"
         return ("never", needs) if together <= enough else ("always", f"{needs}, more than {format_bytes(enough)}")
 
-    def _awake_bytes(self, config: Config, role: RoleMemory, engine: EngineMemory) -> int:
-        """Return what a rank's engine keeps while the learner works, because it does not sleep."""
-        if config.rollout.sleep != "never" or not role.engine or not role.states:
-            return 0
-        return max(0, self._share(config, engine) + engine.beside - SLEEPING_BYTES)
-
-    def _share(self, config: Config, engine: EngineMemory) -> int:
-        """Return what an engine takes of a GPU, except to sample."""
-        if config.rollout.kv_cache_mb:
-            return engine.total
-        return max(int(config.rollout.gpu_memory_fraction * self._card.whole), engine.weights)
-
     def _budget(self, config: Config, engine: EngineMemory, needed: int) -> _Budget:
         """Return what is left for an engine beside a micro-batch of `needed` tokens, and then for micro-batches."""
-        roles, memory, num_tokens = self._estimate(config), self._memory(config), math.inf
-        left = (self._left_for_engine(config, role, engine, needed) for role in roles if role.engine)
+        roles, memory, num_tokens = self._peaks.roles(config), self._peaks.activations(config), math.inf
+        left = (self._peaks.left_for_engine(config, role, engine, needed) for role in roles if role.engine)
         for_engine = min(left, default=math.inf)
         sized = with_values(config, {FRACTION: self._fraction(config, for_engine, engine)[0]})
         for role in (role for role in roles if role.states):
-            peaks = self._peaks(sized, role, engine)
+            peaks = self._peaks.of_rank(sized, role, engine)
             if any(peak > self._card.usable for name, peak in peaks.items() if name != UPDATE):
                 num_tokens = 0
             for name in role.states if self._trains else ():
-                state = _state_in_update(config, role, name)
-                room = self._card.usable - state.total - memory[name].fixed - self._awake_bytes(sized, role, engine)
+                state = state_in_update(config, role, name)
+                awake = self._peaks.awake_bytes(sized, role, engine)
+                room = self._card.usable - state.total - memory[name].fixed - awake
                 if room < state.late:
                     num_tokens = min(num_tokens, 0)
                 elif name == "critic" and config.critic.max_tokens_per_micro_batch:  # it is used as given
-                    is_enough = room >= memory[name].per_token * self._num_tokens(config, config.critic_max_tokens)
-                    num_tokens = num_tokens if is_enough else 0
+                    needed_bytes = memory[name].per_token * self._peaks.num_tokens(config, config.critic_max_tokens)
+                    num_tokens = num_tokens if room >= needed_bytes else 0
                 else:
                     num_tokens = min(num_tokens, room // memory[name].per_token)
         return _Budget(config, for_engine, num_tokens)
-
-    def _left_for_engine(self, config: Config, role: RoleMemory, engine: EngineMemory, needed: int) -> float:
-        """Return the largest share that an engine may have beside the other roles of its rank."""
-        if role.roles == ("rollout",):
-            return math.inf
-        left = self._card.usable - role.during_rollout - engine.beside
-        if "inference" in role.roles and self._placement.scorers:  # it scores while the engine stays awake
-            left -= scoring_bytes(config, self._models.policy.shape, config.inference.max_tokens_per_micro_batch)
-        if config.rollout.sleep == "never" and role.states:
-            asleep = self._peaks(with_values(config, {SLEEP: "always", TOKENS: needed}), role, engine)
-            left = min(left, self._card.usable + SLEEPING_BYTES - engine.beside - max(asleep.values()))
-        return left
 
     def _fraction(self, config: Config, for_engine: float, engine: EngineMemory) -> tuple[float, str]:
         if given := config.rollout.gpu_memory_fraction:
@@ -335,42 +256,6 @@ class _Search:
         if engine.total <= for_engine:
             return min(self._card.fraction(engine.total, rounds_up=True), most), parts
         return most, f"what the learner leaves free; all sequences would need {parts}"
-
-    def _rollout_peak(self, config: Config, engine: EngineMemory) -> int:
-        shared = [role for role in self._estimate(config) if role.engine and role.roles != ("rollout",)]
-        share = self._share(config, engine) + engine.beside
-        return max((role.during_rollout + share for role in shared), default=0)
-
-    def _num_tokens(self, config: Config, limit: int) -> int:
-        """Return the most tokens of a micro-batch, of which an actor has no more than about its part of a step."""
-        longest = _longest(config)
-        return max(longest, min(limit, longest + config.max_step_tokens // len(self._placement.actors)))
-
-    def _learner_peaks(self, config: Config, engine: EngineMemory, has_activations: bool = True) -> dict[str, int]:
-        """Return the peaks of the actors that need the most."""
-        actors = [role for role in self._estimate(config) if role.states]
-        each = [self._peaks(config, role, engine, has_activations) for role in actors]
-        return {name: max(peaks[name] for peaks in each) for name in each[0]} if each else {}
-
-    def _peaks(
-        self, config: Config, role: RoleMemory, engine: EngineMemory, has_activations: bool = True
-    ) -> dict[str, int]:
-        """Return the peak of an actor's GPU in each stage of its learner, with the rank's engine."""
-        awake, memory, update = self._awake_bytes(config, role, engine), self._memory(config), 0
-        if not self._trains:  # the state is offloaded once it is loaded; with `always`, it never gets to the GPU
-            beside = awake + (SLEEPING_BYTES if role.engine else 0)
-            return {LOADING: role.learner + beside if role.learner else 0}
-        limits = {"policy": config.actor.max_tokens_per_micro_batch, "critic": config.critic_max_tokens}
-        for name in role.states:
-            state, num_tokens = _state_in_update(config, role, name), self._num_tokens(config, limits[name])
-            activations = max(memory[name].per_token * num_tokens * has_activations, state.late)
-            update = max(update, state.total + awake + memory[name].fixed + activations)
-        if self._placement.scorers:
-            return {UPDATE: update}
-        # Most of the state is there while logprobs are computed.
-        limit = max(config.inference.max_tokens_per_micro_batch, config.reference_max_tokens)
-        activations = scoring_bytes(config, self._models.policy.shape, self._num_tokens(config, limit))
-        return {UPDATE: update, LOGPROBS: _state_in_update(config, role, "policy").total + awake + activations}
 
     def _problem(
         self, config: Config, given: Config, peaks: Mapping[str, int], engine: EngineMemory, for_engine: float
@@ -387,7 +272,7 @@ class _Search:
         if (scoring := peaks.get(LOGPROBS, 0)) > usable:
             remedies = [*self._remedy_of_sleep(given), "lower inference.max_tokens_per_micro_batch"]
             return f"the {LOGPROBS} needs {format_bytes(scoring)}; {_either(*remedies, more_ranks)}"
-        if not any(role.engine for role in self._estimate(config)):
+        if not any(role.engine for role in self._peaks.roles(config)):
             return ""
         if rollout.kv_cache_mb and engine.kv < engine.least_kv:
             least = math.ceil(engine.least_kv / (1 << 20))
@@ -417,7 +302,7 @@ class _Search:
 
     def _remedies_of_update(self, config: Config, given: Config, engine: EngineMemory) -> list[str]:
         """Return what would lower the peak of an update."""
-        remedies, longest = [], _longest(config)
+        remedies, longest = [], longest_sequence(config)
         if given.rollout.sleep == "never":
             remedies.append(f"leave {SLEEP} out")
         if {given.actor.offload, given.actor.recompute} != {"auto"}:
@@ -425,19 +310,14 @@ class _Search:
         limits = {TOKENS: given.actor.max_tokens_per_micro_batch}
         if config.algo.has_critic:
             limits["critic.max_tokens_per_micro_batch"] = given.critic.max_tokens_per_micro_batch
-        lower = [name for name, limit in limits.items() if self._num_tokens(config, limit) > longest]
-        if not lower and self._learner_peaks(config, engine, has_activations=False)[UPDATE] <= self._card.usable:
+        lower = [name for name, limit in limits.items() if self._peaks.num_tokens(config, limit) > longest]
+        if not lower and self._peaks.of_learner(config, engine, has_activations=False)[UPDATE] <= self._card.usable:
             lower = ["environment.max_conversation_tokens" if config.environment.is_set else "rollout.max_new_tokens"]
         return [*remedies, *(f"lower {name}" for name in lower)]
 
 
 def _either(*remedies: str) -> str:
     return ", or ".join(filter(None, [", ".join(remedies[:-1]), remedies[-1]]))
-
-
-def _longest(config: Config) -> int:
-    """Return the maximum number of tokens of a sequence in training. It cannot be divided."""
-    return config.data.max_prompt_tokens + config.max_training_tokens
 
 
 def _count(number: float) -> str:
@@ -452,27 +332,3 @@ def _candidates(config: Config) -> Iterator[Config]:
         for layers in recomputes:
             for where in offloads:
                 yield with_values(config, {OFFLOAD: where, RECOMPUTE: layers})
-
-
-class _UpdateState(NamedTuple):
-    """Bytes on a rank's device during the update of one of its models."""
-
-    total: int  # of all models, without what comes late
-    late: int  # moments that return as activations are freed
-
-
-def _state_in_update(config: Config, role: RoleMemory, name: str) -> _UpdateState:
-    """The critic is trained before the policy. Once its moments are back, they stay until the next rollout."""
-    total = role.learner - sum(each.on_device for each in role.states.values())  # reference and copies
-    late = 0
-    for other, state in role.states.items():
-        if state.offload == "always":
-            continue
-        returns = state.offload in ("moments", "rollout") and bool(role.engine)
-        if other == name:
-            is_single = config.algo.num_mini_batches * config.algo.num_epochs == 1
-            late = state.moments if returns and is_single else 0
-            total += state.total - late
-        else:
-            total += state.weights + (0 if returns and other == "policy" else state.moments)
-    return _UpdateState(total + (SLEEPING_BYTES if role.engine else 0), late)

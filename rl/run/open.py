@@ -15,6 +15,7 @@ from rl.common.notices import NOTICES
 from rl.common.text import format_ranks
 from rl.config.modes import BOTH, PhaseOptions, Settings
 from rl.config.schema import Config, with_debugger_timeouts
+from rl.config.values import with_values
 from rl.data.prompts import Tokenizer
 from rl.data.sources import Data, check_files, read_data
 from rl.environments.pool import ConversationPool
@@ -33,7 +34,6 @@ from rl.rollout.archive import StoredGroups
 from rl.rollout.service import ConversationEnded, Scored, TurnAsked
 from rl.run.agree import agree_on_settings, agree_on_steps
 from rl.run.checks import check_lora, check_settings
-from rl.run.derive import with_values
 from rl.run.environment import check_reward_use
 from rl.run.find_data import find_datasets
 from rl.run.find_models import find_models

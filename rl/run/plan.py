@@ -16,6 +16,7 @@ from rl.common.text import count_of, format_bytes
 from rl.config.load import add_arguments
 from rl.config.modes import load_settings, read_phase
 from rl.config.schema import ConfigError, resolve_path
+from rl.config.values import read_value, with_values
 from rl.data.sources import Data, check_files, make_conversation, read_data
 from rl.data.trajectory_files import list_files, run_folder, trajectory_folder
 from rl.environments.find import read_environment
@@ -32,7 +33,7 @@ from rl.rewards.find import check_rewards
 from rl.rewards.trial import TrialRow, score_one_row
 from rl.rollout.schedule import describe_lag, plan_schedule
 from rl.run.checks import check_lora, check_settings
-from rl.run.derive import Derived, derive, nominal_bytes, open_settings, read_models, read_value, with_values
+from rl.run.derive import Derived, derive, nominal_bytes, open_settings, read_models
 from rl.run.find_data import choose_commits, download_datasets
 from rl.watch.reports import ServiceUnavailable
 from rl.world.bootstrap import exit_before_join, is_first_on_node

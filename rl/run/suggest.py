@@ -19,12 +19,13 @@ from safetensors.numpy import load_file
 
 from rl.common.text import count_of
 from rl.config.schema import PLACEMENT_SETTINGS, Config, ConfigError
+from rl.config.values import with_values
 from rl.placement.roles import Placement, plan
 from rl.report.accounting import ACCOUNTING
 from rl.report.record import RECORD
 from rl.report.rows import METRICS, ROLLOUTS, read_metrics
 from rl.rollout.simulate import Setup, Speeds, Workload, estimate_step
-from rl.run.derive import SLOTS, with_values
+from rl.run.derive import SLOTS
 from rl.run.slots import count_slots
 
 MIN_STEPS, MAX_STEPS = 3, 50  # that are used

@@ -18,6 +18,7 @@ from rl.common.notices import NOTICES
 from rl.common.text import format_bytes
 from rl.config.load import load_config
 from rl.config.schema import ROOT, Config
+from rl.config.values import with_values
 from rl.model.activations import EngineMemory, engine_memory
 from rl.model.memory import estimate
 from rl.model.shape import AdaptedLayers, ModelShape, ModelSize
@@ -34,15 +35,13 @@ from rl.run.derive import (
     SLOTS,
     TOKENS,
     Derived,
-    ModelFacts,
-    Models,
     derive,
     derive_for_cpu,
     nominal_bytes,
     open_settings,
     read_models,
-    with_values,
 )
+from rl.run.peaks import ModelFacts, Models
 from rl.world.messages import Letter
 from tests.public_models import QWEN_7B, write_model
 

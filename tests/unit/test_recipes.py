@@ -21,7 +21,8 @@ from rl.model.memory import estimate
 from rl.model.shape import AdaptedLayers, ModelShape, ModelSize, check_model
 from rl.placement.roles import Placement, plan
 from rl.rewards.find import check_rewards
-from rl.run.derive import Derived, ModelFacts, Models, derive, nominal_bytes
+from rl.run.derive import Derived, derive, nominal_bytes
+from rl.run.peaks import ModelFacts, Models
 
 FILES = sorted((ROOT / "configs").glob("*.yaml"))
 TINY = ("default", "tiny_calculator", "tiny_guess")  # on any machine, with a model in this repository

@@ -13,11 +13,12 @@ import torch
 
 from rl.config.load import load_config
 from rl.config.schema import ROOT
+from rl.config.values import with_values
 from rl.data.batch import batch_of_responses
 from rl.data.group_file import StoredGroup, groups_to_bytes
 from rl.placement.roles import plan
 from rl.rollout.simulate import Setup, SimulatedTask, Speeds, Workload, estimate_step, time_round
-from rl.run.derive import SLOTS, derive_for_cpu, open_settings, with_values
+from rl.run.derive import SLOTS, derive_for_cpu, open_settings
 from rl.run.slots import count_slots
 from rl.run.suggest import SuggestionError, read_run, suggest
 from tools.suggest_placement import describe
