@@ -117,7 +117,7 @@ ATTACKS = {
 
 def test_every_attack_costs_its_own_sample_only(mark: str) -> None:
     """Make each attack twice, among calls that must succeed, on three workers."""
-    pool, results = make_pool(SPEC, num_workers=3, timeout_s=2.0)
+    pool, results = make_pool(SPEC, num_workers=3, timeout_s=3.0)
     for turn in range(2):
         for attack in ATTACKS:
             pool.submit((turn, attack), "", attack, {})

@@ -197,7 +197,7 @@ class FastDecode:
         running, counts = self._read(), scheduled.num_scheduled_tokens
         rest, others = self._append_next_tokens(running, counts, output), dict[str, int]()
         if rest or len(counts) != len(running.names):
-            appended = set(running.without(rest).names)
+            appended = set(without(running.names, rest))
             others = {name: count for name, count in counts.items() if name not in appended}
         outputs = self._update_any(replace(scheduled, num_scheduled_tokens=others), output)
         self._read_again(running, rest)
