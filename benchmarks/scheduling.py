@@ -24,6 +24,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, also in an environment of one's own
 
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
 from rl.config.schema import ROOT
 from rl.model.activations import MAX_BATCHED_TOKENS
 from rl.rollout.dispatch import Sampling
@@ -32,6 +34,7 @@ from rl.rollout.vllm.engine import VllmEngine, vllm
 from rl.rollout.vllm.fast_decode import install_fast_decode
 
 PROMPT_TOKENS, GROUP = 63, 8
+BLOCK_SIZE = 16  # as on GPUs; attention on CPUs would need at least 32, but is not computed
 
 
 class InstantExecutor:
@@ -69,6 +72,7 @@ class InstantExecutor:
 
 def build_engine(num_sequences: int, max_model_len: int) -> tuple[Any, Any, dict[str, list[Any]]]:
     """Return an engine, the owners and names of the methods that we replace, and these methods: vLLM's and ours."""
+    CPUAttentionBackend.get_supported_kernel_block_sizes = staticmethod(lambda *_: [BLOCK_SIZE])
     llm = vllm.LLM(
         model=str(ROOT / "configs" / "tiny"),
         skip_tokenizer_init=True,
@@ -78,7 +82,7 @@ def build_engine(num_sequences: int, max_model_len: int) -> tuple[Any, Any, dict
         max_num_seqs=num_sequences,
         enforce_eager=True,
         kv_cache_memory_bytes=2 << 30,
-        block_size=32,  # the smallest on CPUs; GPUs have 16
+        block_size=BLOCK_SIZE,
         max_num_batched_tokens=MAX_BATCHED_TOKENS,
         scheduler_cls="vllm.v1.core.sched.async_scheduler.AsyncScheduler",
     )
