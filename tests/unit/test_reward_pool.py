@@ -138,7 +138,7 @@ def test_every_attack_costs_its_own_sample_only(mark: str) -> None:
     assert results.by_key[0, "runs_a_program"]["score"] == 0.5
     assert results.by_key[0, "writes_a_file"]["score"] == 1.0
     failures = {attack: results.by_key[0, attack]["failure"] for attack, status in ATTACKS.items() if status != "ok"}
-    assert failures["loops"].text == "it took longer than reward.timeout_s = 2 s"
+    assert failures["loops"].text == "it took longer than reward.timeout_s = 3 s"
     assert failures["segfaults"].text.endswith("by SIGSEGV")
     assert failures["ends_by_a_signal_without_a_name"].text.endswith(f"by signal {signal.SIGRTMIN + 6}")
     assert failures["fills_memory"].text.startswith("MemoryError")
