@@ -90,7 +90,9 @@ SMOKE = {  # by program; what follows a comma names another run of it
         "cores ranks_at_each_batch seconds_by_prompts prompts_per_rank seconds_by_ranks",
         "prompts_fit ranks_fit",
     ),
-    "scheduling": Smoke("--sequences 8 --new-tokens 4 --rounds 1", "vllm_ms ours_ms rounds"),
+    "scheduling": Smoke(
+        "--sequences 8 --new-tokens 4 --rounds 1", "vllm_step_ms vllm_round_ms ours_step_ms ours_round_ms"
+    ),
     "start": Smoke("--demo train.num_prompts_per_step=2", "ranks cpus", "settings runs"),
     "step": Smoke(
         "--model 10m --prompts 2 --samples 2 --new-tokens 8 --steps 1 model.dtype=float32",
