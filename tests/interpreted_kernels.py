@@ -3,6 +3,8 @@
 Triton reads this variable when it is imported, so the kernels need a process of their own.
 """
 
+from unittest.mock import patch
+
 import torch
 from torch.testing import assert_close
 
@@ -41,6 +43,17 @@ def check_sampled_tokens(dtype: torch.dtype) -> None:
     expected = logits.float().log_softmax(-1).gather(-1, sampled[:, None])
     assert_close(found.logprobs, expected, atol=1e-5, rtol=1e-5)
     assert found.logprob_token_ids.tolist() == [[5], [8998]] and found.selected_token_ranks.shape == sampled.shape
+    scores.score_sampled_tokens()
+    assert scores.sampler.compute_topk_scores is scores.compute_scores
+    with patch.object(scores, "vllms_own", return_value="vLLM's"):
+        asked = [
+            (2, None, {}),
+            (0, [0, 2], {}),
+            (0, None, {"max_per_req_token_ids": 1}),
+            (0, None, {"logits_mode": True}),
+        ]
+        others = [scores.compute_scores(logits, number, sampled, ends, **options) for number, ends, options in asked]
+    assert others == 4 * ["vLLM's"]
 
 
 def check_attention(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_size: int) -> None:

@@ -304,6 +304,16 @@ def test_outside_the_tested_versions_the_fast_paths_are_off(
         assert switched_on == ["noise"]  # responses are continued, which is not a matter of speed
 
 
+def test_engines_on_gpus_use_our_kernels(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The module of the scores is a stand-in, since it needs Triton."""
+    used: list[str] = []
+    scores = SimpleNamespace(score_sampled_tokens=lambda: used.append("scores"))
+    monkeypatch.setitem(sys.modules, "rl.rollout.vllm.scores", scores)
+    monkeypatch.setattr(build, "register_backend", lambda backend, path: used.append(path))
+    build.use_our_kernels()
+    assert used == ["rl.rollout.vllm.attention.DecodeBackend", "scores"]
+
+
 @pytest.mark.parametrize(
     ("config", "are_continued"),
     [
