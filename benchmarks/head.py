@@ -1,11 +1,12 @@
-"""Compare our kernels of the head with torch.compile's, for logprobs and entropies of a batch. Prints one JSON line.
+"""Compare ways to compute logprobs and entropies of a batch with the head. Prints one JSON line.
 
     python benchmarks/head.py [--rows 16384] [--hidden 1024] [--vocab 151936]
 
-A round is a forward and a backward pass from hidden states, in bfloat16. The ways take turns. Figures are medians:
+A round is a forward and a backward pass from hidden states, in bfloat16. The ways take turns: our kernels, with logits
+that are computed again (`ours`) or kept (`kept`), and torch.compile's. Figures are medians:
     seconds         of a round
     peak_gb         memory above that of inputs and weights
-    products        seconds of the four matrix products alone, which no way can avoid
+    products        seconds of the four matrix products alone; `kept` needs three of them
 Needs a GPU.
 """
 
@@ -50,8 +51,8 @@ def main() -> None:
     targets = torch.randint(0, args.vocab, (args.rows,), device="cuda")
     factors = torch.randn(2, args.rows, device="cuda")
 
-    def ours() -> None:
-        scores = head.token_scores(hidden, weight, targets, 0.9)
+    def ours(keeps_logits: bool = False) -> None:
+        scores = head.token_scores(hidden, weight, targets, 0.9, keeps_logits=keeps_logits)
         torch.autograd.grad((scores.logprobs * factors[0] + scores.entropy * factors[1]).sum(), [hidden, weight])
 
     def compiled() -> None:
@@ -68,7 +69,7 @@ def main() -> None:
                 logits = hidden[part] @ weight.t()
                 _ = hidden[part] @ weight.t(), logits @ weight, logits.t() @ hidden[part]
 
-    ways = {"ours": ours, "compiled": compiled, "products": products}
+    ways = {"ours": ours, "kept": lambda: ours(keeps_logits=True), "compiled": compiled, "products": products}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     peaks: dict[str, float] = {}
     for number in range(ROUNDS + 2):

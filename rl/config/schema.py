@@ -29,7 +29,7 @@ LOSS_NAMES = ("clip", "gspo", "cispo")
 Correction = Literal["none", "token", "sequence", "token_mask", "sequence_mask", "sequence_mask_two_sided"]
 Schedule = Literal["constant", "linear", "cosine"]
 # auto: rl/run/derive.py chooses before anything is built, so only settings that a user gives are auto.
-Recompute = Literal["auto", "none", "selective", "full"]
+Recompute = Literal["auto", "none", "head", "selective", "full"]
 Offload = Literal["auto", "none", "rollout", "moments", "always"]
 Sleep = Literal["auto", "always", "never"]
 Optimizer = Literal["adamw", "adamw_8bit", "sgd", "muon"]
@@ -524,8 +524,9 @@ class ActorConfig:
     compile: bool = key(True, "Compile the layers on GPUs. The first steps take some tens of seconds longer.")
     recompute: Recompute = key(
         "auto",
-        "Activation checkpointing: none, selective (of every second layer) or full (of all layers). auto: derived, "
-        "the first of these with which 8,192 tokens and the longest sequence fit. On a CPU none.",
+        "Activation checkpointing. none: of nothing; head: of the logits; selective: also of every second layer; full: "
+        "of all layers. auto: derived, the first of head, selective and full with which 8,192 tokens and the longest "
+        "sequence fit, or none if the logits fit besides. On a CPU head.",
     )
     offload: Offload = key(
         "auto",

@@ -62,7 +62,13 @@ def update_memory(
         fixed += 8 * num_reduced * shape.num_in_layer + (
             0 if is_critic else (4 + dtype) * head
         )  # gradients before their reduction
-    return UpdateMemory(fixed, int(factor * dtype * elements))
+    per_token = int(factor * dtype * elements) + (0 if is_critic else kept_logits_bytes(config, shape, recompute))
+    return UpdateMemory(fixed, per_token)
+
+
+def kept_logits_bytes(config: Config, shape: ModelShape, recompute: Recompute) -> int:
+    """Estimate the logits of a token that a forward pass keeps for the backward pass."""
+    return int(FRAGMENTS * DTYPE_BYTES[config.model.dtype] * shape.vocabulary) if recompute == "none" else 0
 
 
 def scoring_bytes(config: Config, shape: ModelShape, num_tokens: int) -> int:

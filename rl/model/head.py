@@ -1,8 +1,9 @@
-"""Compute logprobs, entropies and KLs from hidden states in chunks, so that all logits never exist at once.
+"""Compute logprobs, entropies and KLs from hidden states in chunks, so that all logits need not exist at once.
 
 The backward pass computes the logits of each chunk again. This costs one more product with the head, a few percent of a
-model's work, and saves a [tokens, vocabulary] tensor. Products run in the dtype of the hidden states. Everything else
-runs in float32: on GPUs in kernels of our own (head_gpu.py), or compiled by torch if there is a reference too.
+model's work, and saves a [tokens, vocabulary] tensor. Where there is memory for it, the logits are kept instead, and
+the results are the same to the last bit. Products run in the dtype of the hidden states. Everything else runs in
+float32: on GPUs in kernels of our own (head_gpu.py), or compiled by torch if there is a reference too.
 """
 
 import math
@@ -35,10 +36,17 @@ class Reference(NamedTuple):
 
 
 def token_scores(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, reference: Reference | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float,
+    reference: Reference | None = None,
+    keeps_logits: bool = False,
 ) -> Scores:
-    """Return the scores of the targets [R] under the logits hidden [R, D] @ weight [V, D].T / temperature."""
-    return Scores(*_TokenScores.apply(hidden, weight, targets, temperature, reference))
+    """Return the scores of the targets [R] under the logits hidden [R, D] @ weight [V, D].T / temperature. The backward
+    pass is faster with `keeps_logits`, and possible only once."""
+    keeps_logits = keeps_logits and torch.is_grad_enabled()
+    return Scores(*_TokenScores.apply(hidden, weight, targets, temperature, reference, keeps_logits))
 
 
 @torch.no_grad()
@@ -60,26 +68,33 @@ def _certainty_of_chunk(logits: Tensor, temperature: float) -> Tensor:
 class _TokenScores(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, reference: Reference | None
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float,
+        reference: Reference | None,
+        keeps_logits: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         kernels = _kernels_for(hidden, reference)
         forward = _compile_on(hidden.device.type, _score_chunk)
         scores = hidden.new_zeros(4, hidden.shape[0], dtype=torch.float32)
+        kept = hidden.new_empty(hidden.shape[0], weight.shape[0]) if keeps_logits else None
         for part in _chunks(hidden, weight, 1 if kernels else EXTRA_COPIES):
-            logits = hidden[part] @ weight.t()
+            logits = torch.mm(hidden[part], weight.t(), out=None if kept is None else kept[part])
             if kernels:
                 scores[:3, part] = kernels.score(logits, targets[part], temperature)
             else:
                 scores[:, part] = forward(logits, targets[part], temperature, _reference_logits(reference, part))
-        ctx.save_for_backward(hidden, weight, targets, scores)
+        ctx.save_for_backward(hidden, weight, targets, scores, kept)
         ctx.temperature, ctx.reference = temperature, reference
         ctx.set_materialize_grads(False)
         logprobs, entropy, _, reference_kl = scores
         return logprobs.clone(), entropy.clone(), reference_kl.clone()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, Tensor | None, None, None, None]:
-        hidden, weight, targets, scores = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, Tensor | None, None, None, None, None]:
+        hidden, weight, targets, scores, kept = ctx.saved_tensors
         kernels = _kernels_for(hidden, ctx.reference)
         grad_scores = torch.stack([torch.zeros_like(scores[0]) if grad is None else grad for grad in gradients])
         backward = _compile_on(hidden.device.type, _score_chunk_backward)
@@ -87,7 +102,8 @@ class _TokenScores(torch.autograd.Function):
         # A frozen head needs no gradient, which has the size of the head in float32.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for part in _chunks(hidden, weight, 1 if kernels else EXTRA_COPIES):
-            logits, about = hidden[part] @ weight.t(), (targets[part], scores[:, part], grad_scores[:, part])
+            logits = hidden[part] @ weight.t() if kept is None else kept[part]
+            about = (targets[part], scores[:, part], grad_scores[:, part])
             if kernels:
                 grad = kernels.differentiate(logits, *about, ctx.temperature)
             else:
@@ -95,7 +111,7 @@ class _TokenScores(torch.autograd.Function):
             grad_hidden[part] = grad @ weight
             if grad_weight is not None:
                 _add_product(grad_weight, grad.t(), hidden[part])
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

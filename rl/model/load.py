@@ -35,7 +35,7 @@ class Compute:
     """How layers are computed. These settings change only speed and memory."""
 
     compiled: bool = False
-    recomputed: str = "none"  # layers that are recomputed in backward: none, selective (every second) or full (all)
+    recomputed: str = "none"  # as actor.recompute
     on_host: bool = False  # keep parameters and gradients in host memory; layers are on the device only to compute
 
 
@@ -65,7 +65,7 @@ def load_model(
     rotary.replace(model)
     own_head = _give_value_head(model) if as_critic else ""
     if not as_critic:
-        patch_forward_to_score(model)
+        patch_forward_to_score(model, keeps_logits=compute.recomputed == "none")
     if isinstance(trainable, Adapters):
         inject(model, trainable.config, dtype, own_head)
     else:
@@ -120,7 +120,7 @@ def _set_compute(model: Any, compute: Compute) -> None:
     layers share one graph."""
     layers: list[Any] = decoder_layers(model)
     assert compute.recomputed != "auto", "actor.recompute has not been derived"
-    if compute.recomputed != "none":
+    if compute.recomputed in ("selective", "full"):
         model.gradient_checkpointing_enable({"use_reentrant": False})
         for index, layer in enumerate(layers):
             layer.gradient_checkpointing = compute.recomputed == "full" or index % 2 == 0

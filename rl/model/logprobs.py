@@ -18,11 +18,13 @@ from rl.model.head import Reference, Scores, self_certainty, token_scores
 from rl.model.host_memory import to_device
 
 
-def patch_forward_to_score(model: Any) -> None:
+def patch_forward_to_score(model: Any, keeps_logits: bool = False) -> None:
+    """Let the model return scores. With `keeps_logits`, a backward pass does not compute the logits again."""
     if getattr(model.config, "final_logit_softcapping", None):
         raise ConfigError(f"{type(model).__name__} caps its logits, which the learner does not support; choose another")
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
         raise ConfigError(f"{type(model).__name__} has a bias in its head, which the learner does not support")
+    model.keeps_logits = keeps_logits
     patch_forward(model)
 
 
@@ -54,7 +56,7 @@ def _forward(
     divisor = getattr(self.config, "logits_scaling", 1.0) / getattr(self.config, "logit_scale", 1.0)
     if wanted == "reference":
         return Reference(hidden, weight, temperature * divisor)
-    scores = token_scores(hidden, weight, targets, temperature * divisor, reference)
+    scores = token_scores(hidden, weight, targets, temperature * divisor, reference, self.keeps_logits)
     if wanted == "certainty":
         return scores.logprobs, self_certainty(hidden, weight, temperature * divisor)
     with torch.no_grad():

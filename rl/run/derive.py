@@ -6,8 +6,9 @@ Values that the user gives are used as given, and the others are chosen to fit t
 derives them for all ranks, from the smallest GPU (rl/run/agree.py). They change speed and memory, and of the results
 only the rounding.
 
-rl/run/peaks.py estimates the memory of a GPU with each choice. The order of preference is that of the cost: smaller
-micro-batches, then moments over the bus, weights over the bus, recomputation, and everything in host memory.
+rl/run/peaks.py estimates the memory of a GPU with each choice. The order of preference is that of the cost: computing
+logits twice, smaller micro-batches, then moments over the bus, weights over the bus, recomputation of layers, and
+everything in host memory.
 """
 
 import math
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 from rl.common.text import count_of, format_bytes
 from rl.config.schema import Config
 from rl.config.values import read_value, with_values
-from rl.model.activations import EngineMemory, engine_memory
+from rl.model.activations import EngineMemory, engine_memory, kept_logits_bytes
 from rl.model.shape import measure_size, read_shape
 from rl.placement.roles import Placement
 from rl.run.peaks import (
@@ -38,9 +39,9 @@ from rl.run.slots import count_slots
 
 SLOTS, FRACTION, TOKENS = "rollout.max_num_seqs", "rollout.gpu_memory_fraction", "actor.max_tokens_per_micro_batch"
 OFFLOAD, RECOMPUTE, SLEEP = "actor.offload", "actor.recompute", "rollout.sleep"
-ON_CPU = {SLOTS: 256, FRACTION: 0.85, TOKENS: 8192, OFFLOAD: "none", RECOMPUTE: "none", SLEEP: "never"}
+ON_CPU = {SLOTS: 256, FRACTION: 0.85, TOKENS: 8192, OFFLOAD: "none", RECOMPUTE: "head", SLEEP: "never"}
 # For a model whose config.json has no sizes that are known here.
-CAUTIOUS = {FRACTION: 0.5, TOKENS: 8192, OFFLOAD: "rollout", RECOMPUTE: "none", SLEEP: "always"}
+CAUTIOUS = {FRACTION: 0.5, TOKENS: 8192, OFFLOAD: "rollout", RECOMPUTE: "head", SLEEP: "always"}
 
 AIM_TOKENS, MAX_AIM_TOKENS = 20_480, 65_536  # of a micro-batch; larger ones are hardly faster
 # A pass costs the host this time per layer, whatever the number of tokens (0.1 s for 30 layers beside an H200, with
@@ -192,6 +193,11 @@ class _Search:
         if given.rollout.sleep == "auto":
             others[SLEEP], why_sleep = self._choose_sleep(config, engine)
             config = with_values(config, {SLEEP: others[SLEEP]})
+        why_recompute = f"the first of head, selective and full with room for {needed:,} tokens"
+        if given.actor.recompute == "auto" and self._has_room_for_logits(config, engine):
+            others[RECOMPUTE], config = "none", with_values(config, {RECOMPUTE: "none"})
+            logits = self._peaks.num_tokens(config, tokens) * kept_logits_bytes(config, policy.shape, "none")
+            why_recompute = f"there is room for {format_bytes(logits)} of logits"
         peaks = {"rollout": self._peaks.of_rollout(config, engine)} | self._peaks.of_learner(config, engine)
         problem = self._problem(config, given, peaks, engine, best.for_engine)
         of = f"of {format_bytes(self._card.usable)}"
@@ -202,11 +208,18 @@ class _Search:
             FRACTION: why,
             TOKENS: f"{format_bytes(update.per_token)} of activations per token, and room for {_count(room)}",
             OFFLOAD: f"the first of none, moments, rollout and always that fits, with {use or 'no learner'}",
-            RECOMPUTE: f"the first of none, selective and full with room for {needed:,} tokens",
+            RECOMPUTE: why_recompute,
         }
         if given.rollout.sleep == "auto":
             reasons[SLEEP] = why_sleep
         return _Found(fraction, tokens, others, reasons, problem, f"at most {use} {of}" if use else "")
+
+    def _has_room_for_logits(self, config: Config, engine: EngineMemory) -> bool:
+        """Return whether an update that recomputes only logits also fits if it keeps them."""
+        if not self._trains or config.actor.recompute != "head":
+            return False
+        peaks = self._peaks.of_learner(with_values(config, {RECOMPUTE: "none"}), engine)
+        return peaks.get(UPDATE, 0) <= self._card.usable
 
     def _choose_sleep(self, config: Config, engine: EngineMemory) -> tuple[str, str]:
         """Return whether engine and learner of a GPU should take turns with its memory, and why."""
@@ -327,7 +340,7 @@ def _count(number: float) -> str:
 def _candidates(config: Config) -> Iterator[Config]:
     """Yield the config with each choice that it leaves open, the cheapest first."""
     offload, recompute = config.actor.offload, config.actor.recompute
-    recomputes = ["none", "selective", "full"] if recompute == "auto" else [recompute]
+    recomputes = ["head", "selective", "full"] if recompute == "auto" else [recompute]
     for offloads in (["none", "moments", "rollout"], ["always"]) if offload == "auto" else ([offload],):
         for layers in recomputes:
             for where in offloads:

@@ -10,8 +10,10 @@ from rl.model.head import token_scores
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 
 
-def scores_and_gradients(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> list[Tensor]:
-    scores = token_scores(hidden, weight, targets, temperature)
+def scores_and_gradients(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, keeps_logits: bool = False
+) -> list[Tensor]:
+    scores = token_scores(hidden, weight, targets, temperature, keeps_logits=keeps_logits)
     factors = torch.randn(2, len(targets), device="cuda", generator=torch.Generator("cuda").manual_seed(1))
     loss = (scores.logprobs * factors[0] + scores.entropy * factors[1]).sum()
     return [scores.logprobs, scores.entropy, *torch.autograd.grad(loss, [hidden, weight])]
@@ -29,6 +31,8 @@ def test_they_equal_the_formulas(
     targets = torch.randint(0, vocabulary, (num_rows,), device="cuda")
     monkeypatch.setattr(head, "CHUNK_BYTES", 20 * vocabulary * dtype.itemsize)
     ours = scores_and_gradients(hidden, weight, targets, 0.7)
+    with_kept = scores_and_gradients(hidden, weight, targets, 0.7, keeps_logits=True)
+    assert all(torch.equal(*pair) for pair in zip(ours, with_kept, strict=True))
     monkeypatch.setattr(head, "_kernels_for", lambda hidden, reference: None)
     monkeypatch.setattr(head, "_compile_on", lambda device, function: function)
     theirs = scores_and_gradients(hidden, weight, targets, 0.7)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rl.config.load import load_config
-from rl.config.schema import ROOT, Config, LoraConfig
+from rl.config.schema import ROOT, Config, LoraConfig, Recompute
 from rl.model.activations import (
     FRAGMENTS,
     LOGITS_BYTES,
@@ -20,6 +20,7 @@ from rl.model.shape import ModelShape, ModelSize, measure_size, read_shape
 
 GB, GIB = 1e9, 2**30
 LLAMA_1_7B = ModelShape(24, 2048, 8192, 32, 32, 64, 49_152, is_tied=True)
+QWEN3_1_7B = ModelShape(28, 2048, 6144, 16, 8, 128, 151_936, is_tied=True, has_qk_norm=True)
 QWEN3_0_6B = ModelShape(28, 1024, 3072, 16, 8, 128, 151_936, is_tied=True, has_qk_norm=True)
 SMOLLM_135M = ModelShape(30, 576, 1536, 9, 3, 64, 49_152, is_tied=True)
 WHOLE = LoraConfig()
@@ -30,23 +31,25 @@ def config_of(*settings: str) -> Config:
 
 
 @pytest.mark.parametrize(
-    ("shape", "num_tokens", "settings", "measured", "error"),
+    ("shape", "num_tokens", "recompute", "settings", "measured", "error"),
     [
         # gpu/memory_gb/other of a run of benchmarks/step.py, 2026-11-18
-        (QWEN3_0_6B, 20_125, [], 30.02 * GB, -0.03),
-        (SMOLLM_135M, 17_800, [], 11.1 * GB, 0.08),
+        (QWEN3_0_6B, 20_125, "head", [], 30.02 * GB, -0.03),
+        (SMOLLM_135M, 17_800, "head", [], 11.1 * GB, 0.08),
+        (LLAMA_1_7B, 20_125, "none", [], 42.61 * GB, 0.09),
+        (QWEN3_1_7B, 19_008, "none", [], 49.06 * GB, 0.01),
         # peak_allocated_gib of benchmarks/learner.py without 16 bytes per parameter, older commits
-        (LLAMA_1_7B, 24_024, [], 71.5 * GIB - 16 * 1.711 * GB, 0.06),
-        (LLAMA_1_7B, 16_016, [], 55.5 * GIB - 16 * 1.711 * GB, 0.11),
-        (QWEN3_0_6B, 16_384, [], 32.6 * GIB - 16 * 0.596 * GB, -0.06),
-        (LLAMA_1_7B, 16_016, ["actor.compile=false"], 66.9 * GIB - 16 * 1.711 * GB, 0.11),
+        (LLAMA_1_7B, 24_024, "head", [], 71.5 * GIB - 16 * 1.711 * GB, 0.06),
+        (LLAMA_1_7B, 16_016, "head", [], 55.5 * GIB - 16 * 1.711 * GB, 0.11),
+        (QWEN3_0_6B, 16_384, "head", [], 32.6 * GIB - 16 * 0.596 * GB, -0.06),
+        (LLAMA_1_7B, 16_016, "head", ["actor.compile=false"], 66.9 * GIB - 16 * 1.711 * GB, 0.11),
     ],
 )
 def test_activations_of_an_update(
-    shape: ModelShape, num_tokens: int, settings: list[str], measured: float, error: float
+    shape: ModelShape, num_tokens: int, recompute: Recompute, settings: list[str], measured: float, error: float
 ) -> None:
     """What torch's allocator has reserved besides is not in these figures, so FRAGMENTS is left out."""
-    memory = update_memory(config_of(*settings), shape, "none", WHOLE)
+    memory = update_memory(config_of(*settings), shape, recompute, WHOLE)
     estimated = memory.fixed + memory.per_token / FRAGMENTS * num_tokens
     assert estimated / measured - 1 == pytest.approx(error, abs=0.01)
 
@@ -55,16 +58,18 @@ def test_bytes_of_a_token() -> None:
     """One layer of width 8 with 2 heads of 4, one of them for keys, and 16 in between, in bfloat16: it keeps
     4 x 8 + 2 x 12 + 3 x 16 = 104 elements, and its gradients are 12 + 6 x 8 + 3 x 16 = 108."""
     shape = ModelShape(4, 8, 16, 2, 1, 4, 100, is_tied=True)
-    none, selective, full = (
-        update_memory(config_of(), shape, recompute, WHOLE) for recompute in ("none", "selective", "full")
-    )
-    assert none.per_token == int(1.1 * 2 * (4 * 104 + 108))
+    settings: list[Recompute] = ["none", "head", "selective", "full"]
+    none, head, selective, full = (update_memory(config_of(), shape, recompute, WHOLE) for recompute in settings)
+    assert head.per_token == int(1.1 * 2 * (4 * 104 + 108))
+    assert none.per_token == head.per_token + int(1.1 * 2 * 100), "the logits"
     assert selective.per_token == int(1.1 * 2 * (2 * 104 + 2 * 8 + 104 + 108)), "one layer is computed again"
     assert full.per_token == int(1.1 * 2 * (4 * 8 + 104 + 108))
-    assert none.fixed == selective.fixed == full.fixed
-    wide = update_memory(load_config(overrides=["model.dtype=float32"]), shape, "none", WHOLE)
+    assert none.fixed == head.fixed == selective.fixed == full.fixed
+    wide = update_memory(load_config(overrides=["model.dtype=float32"]), shape, "head", WHOLE)
     assert wide.per_token == int(1.1 * 4 * (4 * 104 + 108))
-    normed = update_memory(config_of(), shape._replace(has_qk_norm=True), "none", WHOLE)
+    critic = update_memory(config_of(), shape, "none", WHOLE, is_critic=True)
+    assert critic.per_token == head.per_token, "a critic has no logits"
+    normed = update_memory(config_of(), shape._replace(has_qk_norm=True), "head", WHOLE)
     assert normed.per_token == int(1.1 * 2 * (4 * (104 + 12) + 108))
 
 

@@ -252,7 +252,7 @@ CHOICES = {
     "algo.old_logprobs": ["auto", "always", "rollout"],
     "actor.lr_schedule": ["constant", "linear", "cosine"],
     "actor.offload": ["auto", "none", "rollout", "moments", "always"],
-    "actor.recompute": ["auto", "none", "selective", "full"],
+    "actor.recompute": ["auto", "none", "head", "selective", "full"],
     "data.long_rows": ["skip", "fatal"],
     "data.bad_rows": ["fatal", "skip"],
 }

@@ -111,39 +111,39 @@ def values_of(derived: Derived) -> tuple[Any, ...]:
         # One GPU has all 512 sequences. Small models have room for everything.
         # Tiny models have larger micro-batches, so that the GPU does not wait for the host.
         ("135M", 1, 141, [], (512, 0.06, 48_640, "none", "none")),
-        ("135M", 1, 24, [], (512, 0.36, 26_112, "none", "none")),
+        ("135M", 1, 24, [], (512, 0.36, 26_112, "none", "head")),
         ("0.6B", 1, 141, [], (512, 0.25, 20_480, "none", "none")),
         ("0.6B", 1, 80, [], (512, 0.44, 20_480, "none", "none")),
         ("1.7B", 1, 141, [], (512, 0.42, 20_480, "none", "none")),
         # 20.5 GB of weights and moments and 62 GB of engine are too much for 80 GB, so moments leave.
         ("1.7B", 1, 80, [], (512, 0.74, 20_480, "moments", "none")),
         # 24 GB: the engine needs 36 GB for all sequences, and gets what is left. 8,192 tokens fit without moments.
-        ("0.6B", 1, 24, [], (512, 0.73, 8192, "moments", "none")),
+        ("0.6B", 1, 24, [], (512, 0.73, 8192, "moments", "head")),
         # 27.4 GB of training state do not fit into 24 GB.
         ("1.7B", 1, 24, [], (512, 0.88, 12_800, "always", "selective")),
         # 8 engines share the sequences. The state is an eighth.
         ("0.6B", 8, 80, [], (64, 0.09, 20_480, "none", "none")),
         ("1.7B", 8, 24, [], (64, 0.51, 9728, "none", "selective")),
-        ("0.6B", 32, 24, [], (16, 0.18, 11_776, "none", "none")),
+        ("0.6B", 32, 24, [], (16, 0.18, 11_776, "none", "head")),
         # 122 GB of state fit one H200 only if activations and moments take turns: 61 GB, and 68 GB for 13,312 tokens.
-        ("7B", 1, H200, [], (512, 0.24, 13_312, "moments", "none")),
+        ("7B", 1, H200, [], (512, 0.24, 13_312, "moments", "head")),
         # With several optimizer steps per batch, moments stay for the later ones.
         ("7B", 1, H200, ["algo.num_mini_batches=2"], (512, 0.24, 15_360, "none", "full")),
-        ("7B", 1, 80, [], (512, 0.41, 13_312, "always", "none")),
-        ("7B", 4, 80, [], (128, 0.26, 10_240, "moments", "none")),
-        ("7B", 8, 80, [], (64, 0.23, 10_240, "none", "none")),
+        ("7B", 1, 80, [], (512, 0.41, 13_312, "always", "head")),
+        ("7B", 4, 80, [], (128, 0.26, 10_240, "moments", "head")),
+        ("7B", 8, 80, [], (64, 0.23, 10_240, "none", "head")),
         ("7B", 32, 80, [], (16, 0.22, 12_288, "none", "none")),
         ("14B", 8, 80, [], (64, 0.46, 10_752, "moments", "selective")),
         ("14B", 32, 80, [], (16, 0.4, 12_288, "none", "selective")),
-        ("14B", 8, 141, [], (64, 0.26, 11_776, "none", "none")),
+        ("14B", 8, 141, [], (64, 0.26, 11_776, "none", "head")),
         # Adapters have no state to speak of: 15.9 GB with the frozen weights, which the engine has again.
-        ("7B", 1, 80, LORA, (512, 0.41, 11_264, "none", "none")),
+        ("7B", 1, 80, LORA, (512, 0.41, 11_264, "none", "head")),
         ("7B", 1, 24, LORA, (512, 0.83, 20_480, "always", "full")),
         # A critic has a state of its own, which is there during the policy's update too.
-        ("7B", 8, 80, PPO, (64, 0.23, 8192, "none", "none")),
+        ("7B", 8, 80, PPO, (64, 0.23, 8192, "none", "head")),
         ("7B", 8, 80, [*PPO, "algo.num_mini_batches=4", *KL], (64, 0.23, 12_800, "none", "selective")),
         # A reference takes 3.8 GB.
-        ("7B", 8, 80, KL, (64, 0.23, 9216, "none", "none")),
+        ("7B", 8, 80, KL, (64, 0.23, 9216, "none", "head")),
         # Responses of up to 8,192 tokens: the engine takes what is left, but nothing is moved for that.
         ("1.7B", 1, 141, ["rollout.max_new_tokens=8192"], (512, 0.81, 20_480, "none", "none")),
         # A sequence of 16,512 tokens must fit, so micro-batches cannot be smaller.
@@ -168,7 +168,7 @@ def test_the_largest_model_of_one_h200_fits() -> None:
     assert derived.use == "at most 68.15 GB in the rollout, 140.97 GB in the update of 143.27 GB"
     together = found("7B", 1, H200, "actor.offload=none", "actor.recompute=none", f"{TOKENS}=13312")
     remedy = f"leave actor.offload and actor.recompute out, lower {TOKENS}, or give the learner more ranks"
-    assert together.problem == f"an update needs 201.89 GB; {remedy}"
+    assert together.problem == f"an update needs 206.34 GB; {remedy}"
 
 
 @pytest.mark.parametrize(
@@ -203,13 +203,14 @@ CASES = [
     for num_ranks in (1, 2, 8, 32)
     for settings in ([], LORA, PPO, KL, ["algo.num_epochs=2"], ["rollout.max_new_tokens=8192"])
 ]
-COST = {"none": 0, "moments": 1, "rollout": 2, "always": 10, "selective": 3, "full": 6}
+COST = {"none": 0, "head": 0, "moments": 1, "rollout": 2, "always": 10, "selective": 3, "full": 6}
 
 
 @pytest.mark.parametrize(("name", "num_ranks", "settings"), CASES)
 def test_rules_for_all_cards(name: str, num_ranks: int, settings: list[str]) -> None:
     """All settings are filled in and allowed. What fits a card fits a larger one, which is never slower: it offloads
-    and recomputes no more and, if both choose the same, has micro-batches at least as large."""
+    and recomputes no more layers and, if both choose the same, has micro-batches at least as large. With micro-batches
+    of the same size, it keeps the logits if the smaller card does."""
     longest = 128 + (8192 if "rollout.max_new_tokens=8192" in settings else 512)
     before: Derived | None = None
     for gpu in CARDS:
@@ -224,7 +225,8 @@ def test_rules_for_all_cards(name: str, num_ranks: int, settings: list[str]) -> 
             assert not derived.problem
             _, _, less, *cheaper = values_of(before)
             assert COST[offload] + COST[recompute] <= sum(COST[each] for each in cheaper), gpu
-            assert tokens >= less or (offload, recompute) != tuple(cheaper), gpu
+            is_same = [COST[offload], COST[recompute]] == [COST[each] for each in cheaper]
+            assert not is_same or tokens > less or (tokens == less and (recompute, cheaper[1]) != ("head", "none")), gpu
         before = derived
     assert before is not None and not before.problem
 
@@ -486,7 +488,7 @@ def test_cards_of_one_kind_give_the_same_values() -> None:
 def test_on_a_cpu_all_is_as_it_was() -> None:
     config = load_config(overrides=WORK)
     derived = derive(config, placed(config, 1), None, 0)
-    assert values_of(derived) == (256, 0.85, 8192, "none", "none") and not derived.problem
+    assert values_of(derived) == (256, 0.85, 8192, "none", "head") and not derived.problem
     assert derived.config == derive_for_cpu(config)
     assert derive_for_cpu(derived.config) == derived.config
 
@@ -496,7 +498,7 @@ def test_a_model_without_known_sizes_gets_cautious_values(tmp_path: Path) -> Non
     config = load_config(overrides=WORK)
     assert read_models(config, {"model.path": tmp_path}) is None
     derived = derive(config, placed(config, 1), None, H200)
-    assert values_of(derived) == (512, 0.5, 8192, "rollout", "none")
+    assert values_of(derived) == (512, 0.5, 8192, "rollout", "head")
     assert "config.json of the model has no known sizes" in derived.reasons[OFFLOAD]
 
 
@@ -534,8 +536,8 @@ class LoopbackMail:
     ("sizes", "expected"),
     [
         ([H200, H200], (256, 0.18, 20_480, "none", "none")),
-        ([H200, 85_000_000_000], (256, 0.31, 12_800, "none", "none")),  # the smallest GPU decides for all
-        ([H200, 0], (256, 0.85, 8192, "none", "none")),
+        ([H200, 85_000_000_000], (256, 0.31, 12_800, "none", "head")),  # the smallest GPU decides for all
+        ([H200, 0], (256, 0.85, 8192, "none", "head")),
     ],
 )
 def test_all_ranks_get_what_the_leader_derives(
@@ -559,7 +561,8 @@ def test_all_ranks_get_what_the_leader_derives(
     )
     values = tuple(values_of_leader[name] for name in (SLOTS, FRACTION, TOKENS, OFFLOAD, RECOMPUTE))
     assert values == expected and mail.answers[0] == mail.answers[1]
-    line = f"{SLOTS}={expected[0]} {FRACTION}={expected[1]} {TOKENS}={expected[2]} {OFFLOAD}=none {RECOMPUTE}=none"
+    names = (SLOTS, FRACTION, TOKENS, OFFLOAD, RECOMPUTE)
+    line = " ".join(f"{name}={value}" for name, value in zip(names, expected, strict=True))
     assert (line in capsys.readouterr().out) == bool(min(sizes)), "on a CPU nothing is derived"
 
 

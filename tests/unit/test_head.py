@@ -98,6 +98,16 @@ class Rows(TorchDispatchMode):
         return result
 
 
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += function in (torch.ops.aten.mm.default, torch.ops.aten.mm.out)
+        return function(*args, **(kwargs or {}))
+
+
 def test_never_more_than_a_chunk_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     """In forward and backward. Of what is saved in between, only the weight is as wide as the vocabulary."""
     monkeypatch.setattr(head, "CHUNK_BYTES", ROW_BYTES * 4)
@@ -105,10 +115,37 @@ def test_never_more_than_a_chunk_of_logits(monkeypatch: pytest.MonkeyPatch) -> N
     with Rows() as forward:
         scores = token_scores(hidden, weight, targets, 1.0, reference(20))
     saved = scores.logprobs.grad_fn.saved_tensors  # type: ignore[union-attr]
-    assert sorted(tensor.numel() for tensor in saved) == [20, 4 * 20, 20 * 8, VOCABULARY * 8]
+    assert sorted(tensor.numel() for tensor in saved if tensor is not None) == [20, 4 * 20, 20 * 8, VOCABULARY * 8]
     with Rows() as backward:
         torch.stack(scores[:3]).sum().backward()
     assert (forward.most, backward.most) == (4, 4)
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 20])
+@pytest.mark.parametrize("other", [None, reference])
+def test_kept_logits_change_no_bit(num_rows: int, other: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head, "CHUNK_BYTES", ROW_BYTES * 4)
+    hidden, weight, targets = inputs(num_rows)
+    results = []
+    for keeps_logits in (False, True):
+        scores = token_scores(hidden, weight, targets, 0.7, other and other(num_rows), keeps_logits)[:3]
+        with Products() as products:
+            gradients = torch.autograd.grad(torch.stack(scores).square().sum(), [hidden, weight])
+        results.append((*scores, *gradients))
+        num_chunks = -(-num_rows // 4)
+        per_chunk = 2 + (not keeps_logits) + (other is not None)  # of a reference, logits are always computed again
+        assert products.count == num_chunks * per_chunk
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+def test_logits_are_kept_only_for_a_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head, "CHUNK_BYTES", ROW_BYTES * 4)
+    hidden, weight, targets = inputs(20)
+    with Rows() as training:
+        token_scores(hidden, weight, targets, 1.0, keeps_logits=True)
+    with torch.no_grad(), Rows() as scoring:
+        token_scores(hidden, weight, targets, 1.0, keeps_logits=True)
+    assert (training.most, scoring.most) == (20, 4)
 
 
 def test_bfloat16_stays_near_float32() -> None:
