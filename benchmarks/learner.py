@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=572)
     parser.add_argument("--prompt", type=int, default=60)
     parser.add_argument("--max-tokens", type=int, default=16384)
-    parser.add_argument("--recompute", choices=["none", "head", "selective", "full"], default="none")
+    parser.add_argument("--recompute", choices=["none", "head", "selective", "full"], default="head")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--rounds", type=int, default=5)

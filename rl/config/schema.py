@@ -478,7 +478,7 @@ class CriticConfig:
         0, "Maximum tokens per pass of an update; 0: actor.max_tokens_per_micro_batch.", NOT_NEGATIVE
     )
     recompute: Literal["actor", "none", "selective", "full"] = key(
-        "actor", "Activation checkpointing, as actor.recompute. actor: the same value."
+        "actor", "As actor.recompute, for a critic, which has no logits. actor: the same value."
     )
     offload: Literal["actor", "none", "rollout", "moments", "always"] = key(
         "actor", "Keep the critic's training state in host memory, as actor.offload. actor: the same value."
@@ -524,9 +524,9 @@ class ActorConfig:
     compile: bool = key(True, "Compile the layers on GPUs. The first steps take some tens of seconds longer.")
     recompute: Recompute = key(
         "auto",
-        "Activation checkpointing. none: of nothing; head: of the logits; selective: also of every second layer; full: "
-        "of all layers. auto: derived, the first of head, selective and full with which 8,192 tokens and the longest "
-        "sequence fit, or none if the logits fit besides. On a CPU head.",
+        "What the backward pass computes again to save memory. none: nothing; head: the logits; selective: also every "
+        "second layer; full: also all layers. auto: derived, the first of head, selective and full with which 8,192 "
+        "tokens and the longest sequence fit, or none if there is also room for the logits. On a CPU head.",
     )
     offload: Offload = key(
         "auto",

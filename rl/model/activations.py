@@ -67,7 +67,7 @@ def update_memory(
 
 
 def kept_logits_bytes(config: Config, shape: ModelShape, recompute: Recompute) -> int:
-    """Estimate the logits of a token that a forward pass keeps for the backward pass."""
+    """Return the bytes of a token's logits if they are kept for the backward pass."""
     return int(FRAGMENTS * DTYPE_BYTES[config.model.dtype] * shape.vocabulary) if recompute == "none" else 0
 
 

@@ -43,8 +43,8 @@ def token_scores(
     reference: Reference | None = None,
     keeps_logits: bool = False,
 ) -> Scores:
-    """Return the scores of the targets [R] under the logits hidden [R, D] @ weight [V, D].T / temperature. The backward
-    pass is faster with `keeps_logits`, and possible only once."""
+    """Return the scores of the targets [R] under the logits hidden [R, D] @ weight [V, D].T / temperature. With
+    `keeps_logits`, the first backward pass does not compute the logits again."""
     keeps_logits = keeps_logits and torch.is_grad_enabled()
     return Scores(*_TokenScores.apply(hidden, weight, targets, temperature, reference, keeps_logits))
 
@@ -86,15 +86,16 @@ class _TokenScores(torch.autograd.Function):
                 scores[:3, part] = kernels.score(logits, targets[part], temperature)
             else:
                 scores[:, part] = forward(logits, targets[part], temperature, _reference_logits(reference, part))
-        ctx.save_for_backward(hidden, weight, targets, scores, kept)
-        ctx.temperature, ctx.reference = temperature, reference
+        ctx.save_for_backward(hidden, weight, targets, scores)
+        ctx.temperature, ctx.reference, ctx.kept_logits = temperature, reference, kept
         ctx.set_materialize_grads(False)
         logprobs, entropy, _, reference_kl = scores
         return logprobs.clone(), entropy.clone(), reference_kl.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, Tensor | None, None, None, None, None]:
-        hidden, weight, targets, scores, kept = ctx.saved_tensors
+        hidden, weight, targets, scores = ctx.saved_tensors
+        kept, ctx.kept_logits = ctx.kept_logits, None  # kernels overwrite them with their gradients
         kernels = _kernels_for(hidden, ctx.reference)
         grad_scores = torch.stack([torch.zeros_like(scores[0]) if grad is None else grad for grad in gradients])
         backward = _compile_on(hidden.device.type, _score_chunk_backward)

@@ -187,15 +187,13 @@ class _Search:
         room = max(best.num_tokens, 0)
         tokens = int(min(max(_aim_tokens(policy), longest), room)) // ROUND_TOKENS * ROUND_TOKENS
         tokens = limit or max(tokens, longest, ROUND_TOKENS)
-        others: dict[str, Any] = {OFFLOAD: best.config.actor.offload, RECOMPUTE: best.config.actor.recompute}
         fraction, why = self._fraction(best.config, best.for_engine, engine)
         config = with_values(best.config, {TOKENS: tokens, FRACTION: fraction})
         if given.rollout.sleep == "auto":
-            others[SLEEP], why_sleep = self._choose_sleep(config, engine)
-            config = with_values(config, {SLEEP: others[SLEEP]})
+            config = with_values(config, {SLEEP: self._choose_sleep(config, engine)[0]})
         why_recompute = f"the first of head, selective and full with room for {needed:,} tokens"
-        if given.actor.recompute == "auto" and self._has_room_for_logits(config, engine):
-            others[RECOMPUTE], config = "none", with_values(config, {RECOMPUTE: "none"})
+        if self._has_room_for_logits(config, given, engine):
+            config = with_values(config, {RECOMPUTE: "none"})
             logits = self._peaks.num_tokens(config, tokens) * kept_logits_bytes(config, policy.shape, "none")
             why_recompute = f"there is room for {format_bytes(logits)} of logits"
         peaks = {"rollout": self._peaks.of_rollout(config, engine)} | self._peaks.of_learner(config, engine)
@@ -203,23 +201,27 @@ class _Search:
         of = f"of {format_bytes(self._card.usable)}"
         shown = {name: peaks.get(name, 0) for name in ("rollout", self._busiest)}
         use = ", ".join(f"{format_bytes(peak)} in the {name}" for name, peak in shown.items() if peak)
-        update = self._peaks.activations(config)["policy"]
+        update = self._peaks.activations(best.config)["policy"]
         reasons = {
             FRACTION: why,
             TOKENS: f"{format_bytes(update.per_token)} of activations per token, and room for {_count(room)}",
             OFFLOAD: f"the first of none, moments, rollout and always that fits, with {use or 'no learner'}",
             RECOMPUTE: why_recompute,
+            SLEEP: self._choose_sleep(config, engine)[1],
         }
-        if given.rollout.sleep == "auto":
-            reasons[SLEEP] = why_sleep
+        actor = config.actor
+        others = {OFFLOAD: actor.offload, RECOMPUTE: actor.recompute, SLEEP: config.rollout.sleep}
         return _Found(fraction, tokens, others, reasons, problem, f"at most {use} {of}" if use else "")
 
-    def _has_room_for_logits(self, config: Config, engine: EngineMemory) -> bool:
-        """Return whether an update that recomputes only logits also fits if it keeps them."""
-        if not self._trains or config.actor.recompute != "head":
+    def _has_room_for_logits(self, config: Config, given: Config, engine: EngineMemory) -> bool:
+        """Return whether an update may keep the logits that it computes twice in `config`: if it still fits, and if the
+        engine need not sleep for that."""
+        if not self._trains or given.actor.recompute != "auto" or config.actor.recompute != "head":
             return False
-        peaks = self._peaks.of_learner(with_values(config, {RECOMPUTE: "none"}), engine)
-        return peaks.get(UPDATE, 0) <= self._card.usable
+        kept = with_values(config, {RECOMPUTE: "none"})
+        if self._peaks.of_learner(kept, engine).get(UPDATE, 0) > self._card.usable:
+            return False
+        return given.rollout.sleep != "auto" or self._choose_sleep(kept, engine)[0] == config.rollout.sleep
 
     def _choose_sleep(self, config: Config, engine: EngineMemory) -> tuple[str, str]:
         """Return whether engine and learner of a GPU should take turns with its memory, and why."""

@@ -370,7 +370,7 @@ def _update(saved: SavedStep, processes: Groups) -> dict[str, float]:
 def _open(saved: SavedStep, processes: Groups) -> Run:
     """Return the parts of a run that its models need, on one rank. Settings that only change speed are left out."""
     config = derive_for_cpu(saved.config)
-    actor = dataclasses.replace(config.actor, offload="none", compile=False, recompute="none", num_replicas=1)
+    actor = dataclasses.replace(config.actor, offload="none", compile=False, recompute="head", num_replicas=1)
     rollout = dataclasses.replace(config.rollout, max_mismatch_kl=0.0)  # compared, but no reason to stop
     critic = dataclasses.replace(config.critic, offload="none", recompute="none")
     reference = dataclasses.replace(config.reference, offload="none")

@@ -7,7 +7,8 @@
     board.py        the table of all ranks, which decides who failed; lives in the watchdog of rank 0
     activities.py   what the ranks of each role are doing, for the live view and tools/status.py
     board_link.py   connections to the board: the server in the watchdog of rank 0, the clients in all others
-    deputies.py     which node tells the webhook if that of rank 0 is lost
+    teller.py       tells the webhook how a run ended
+    deputies.py     which node does that if that of rank 0 is lost
     culprit.py      which silent rank the others wait for
     reports.py      why a world ended, and what the next attempt must know about that
     lease.py        the lease on a run folder, which keeps a second launch out

@@ -22,6 +22,7 @@ from rl.watch.usage import measurements
 
 COLLECT_S = 0.7  # to collect further reports after the first
 MAX_COLLECT_S = 3.0  # the same while only consequences are reported, such as broken connections
+BOARD_RANK = 0  # the rank whose watchdog has the board
 DIAGNOSIS_S = 3.0  # limit for watchdogs to write the stacks and collectives of their ranks
 BEAT_S = 1.0  # between two heartbeats of a watchdog, and between two messages of the board to it
 CUT_S = 10.0  # without a message, after which a host counts as lost; shorter pauses are normal
@@ -58,7 +59,6 @@ class Board:
         self._interrupt: Report | None = None  # a Ctrl-C, which explains most failures that follow it
         self._collector: int | None = None  # the rank that collects measurements of GPUs: the leader
         self._viewer: int | None = None  # the rank that shows what all ranks are doing: the leader, on a terminal
-        self.rewards: tuple[float, float] | None = None  # means of the first and the last steps, told by the leader
         self._deputies: dict[int, tuple[str, int]] = {}  # addresses by rank, see deputies.py
 
     def handle(self, rank: int, message: dict[str, Any]) -> None:
@@ -92,9 +92,9 @@ class Board:
         elif kind == "collect_activities":
             self._viewer = rank
         elif kind == "rewards":
-            self.rewards = msgspec.convert((message["first"], message["last"]), tuple[float, float])
-            for deputy in self._deputies:
-                self._tell(deputy, "rewards", first=message["first"], last=message["last"])
+            first, last = msgspec.convert((message["first"], message["last"]), tuple[float, float])
+            for teller in (BOARD_RANK, *self._deputies):
+                self._tell(teller, "rewards", first=first, last=last)
         elif kind == "deputy":
             self._deputies[rank] = msgspec.convert((message["host"], message["port"]), tuple[str, int])
             rows = [[other, *address] for other, address in self._deputies.items()]

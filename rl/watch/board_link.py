@@ -12,9 +12,8 @@ from typing import Any
 
 from rl.common.handshake import Address, Listener, Refusals, connect
 from rl.common.json_channel import JsonChannel
-from rl.watch.board import BEAT_S, CUT_S, Board
+from rl.watch.board import BEAT_S, BOARD_RANK, CUT_S, Board
 
-BOARD_RANK = 0
 Selector = selectors.BaseSelector
 OnMessage = Callable[[dict[str, Any]], None]
 OnText = Callable[[str], None]

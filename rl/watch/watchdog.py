@@ -28,7 +28,6 @@ from rl.common.json_channel import JsonChannel
 from rl.watch.board import BEAT_S
 from rl.watch.board_link import BoardClient, BoardServer
 from rl.watch.death import OutOfMemoryKills, describe_end
-from rl.watch.deputies import Deputy
 from rl.watch.gpu import GpuMeter
 from rl.watch.heart import HEART, Heart
 from rl.watch.launcher import Launcher
@@ -38,9 +37,9 @@ from rl.watch.parent import leave_rank
 from rl.watch.process import RankProcess, remove_segments
 from rl.watch.reports import AttemptHistory, Cause, Report
 from rl.watch.stacks import Stacks
+from rl.watch.teller import EndOfWorld, Teller
 from rl.watch.told import VERDICT_S
 from rl.watch.usage import HOST_MEMORY
-from rl.watch.webhook import Ending, Status, Webhook
 
 TICK_S = 0.1
 GRACE_S = 3.0  # after the verdict, before a rank that has not exited is killed
@@ -97,11 +96,7 @@ class Watchdog:
         self._quiet_until = 0.0
         self._kill_at = math.inf
         self._writers: dict[str, threading.Thread] = {}
-        self._webhook = Webhook()
-        self._teller: threading.Thread | None = None  # tells the webhook about the end, if that is up to this watchdog
-        self._deputy: Deputy | None = None  # only in the watchdog of another node's first rank
-        self._rewards: tuple[float, float] | None = None  # the same as those of the board, for a deputy
-        self._lost_board_at = 0.0
+        self._teller = Teller(self._launcher, self._monitor)
         self._end_at: float | None = None  # when this process ends at the latest; None while the rank lives
 
     def run(self) -> None:
@@ -123,13 +118,10 @@ class Watchdog:
         if self._lease is not None and (is_final or not self._is_told):
             self._write("lease", self._lease.end, is_final)
             self._join_writers()
-        if self._teller is not None:
-            self._teller.join()
-        self._webhook.join()
+        self._teller.join()
         if line := self._launcher.wait_to_repeat(is_end=self._is_final or self._is_told):
             say(line)
-        if self._deputy is not None and self._lost_board_at:
-            self._deputy.stay(self._lost_board_at)
+        self._teller.stay()
         self._launcher.end()
 
     def _is_over(self) -> bool:
@@ -171,18 +163,17 @@ class Watchdog:
                 return
             self._send("hello", rank=rank)
         self._send_beat()
-        if self._webhook.is_set and local_rank == 0 and isinstance(self._board, BoardClient):
-            with suppress(OSError):  # without a port, it is no deputy
-                self._deputy = Deputy(rank, self._board.own_host, bytes.fromhex(key), Refusals(say))
-                host, port = self._deputy.address
-                self._send("deputy", host=host, port=port)
+        if local_rank == 0 and isinstance(self._board, BoardClient):
+            address = self._teller.become_deputy(rank, self._board.own_host, bytes.fromhex(key), Refusals(say))
+            if address is not None:
+                self._send("deputy", host=address[0], port=address[1])
 
     def _on_run(self, folder: str, floor_s: float, cap_s: float, collectives: str) -> None:
         self._monitor.folder, self._monitor.collectives = Path(folder), collectives
         self._monitor.silence.floor_s, self._monitor.silence.cap_s = floor_s, cap_s
         if self._local_rank == 0:
             self._launcher.forget_early_deaths()
-            self._launcher.begin_world(self._world_id)
+            self._launcher.begin_world(self._teller.world)
         if self._server is not None:
             self._server.board.history = AttemptHistory(Path(folder))
 
@@ -215,7 +206,7 @@ class Watchdog:
         self._send_beat()  # so that status files show the final state
         self._send("done")
         if self._server is not None:
-            self._notify("finished", self._monitor.beat.activity.step, "")
+            self._teller.finish(self._monitor.beat.activity.step)
 
     def _on_unfit(self, line: str) -> None:
         """Stop torchrun, because a setting keeps this node's ranks from joining. The first of them has printed why."""
@@ -278,14 +269,12 @@ class Watchdog:
         if self._is_settled:
             return
         self._end, self._end_step = f"rank 0 {text}", self._monitor.beat.activity.step
-        self._lost_board_at = time.monotonic()
         rank, host, stage = self._monitor.rank, self._monitor.host, self._monitor.beat.activity.stage
         line = f"oneworld: rank 0 {text} (seen by rank {rank} on {host}, stage {stage})"
         if self._local_rank == 0:  # one line per node, because no board prints one for all
             self._say_last(line)
         self._handle_board_message({"kind": "abort", "stop": False, "fatal": "", "is_told": False, "line": ""})
-        if self._deputy is not None:
-            self._start_teller(self._deputy.is_first, line)
+        self._teller.lose_board(EndOfWorld(self._end_step, line))
 
     def _handle_board_message(self, message: dict[str, Any]) -> None:
         kind = message.pop("kind")
@@ -294,10 +283,10 @@ class Watchdog:
         elif kind in ("usage", "activities"):
             if not self._rank_channel.has_unsent:  # a rank that does not read must still be told to end
                 self._rank_channel.send(kind, rows=message["rows"])
-        elif kind == "deputies" and self._deputy is not None:
-            self._deputy.others = {rank: (host, port) for rank, host, port in message["rows"]}
+        elif kind == "deputies":
+            self._teller.meet({rank: (host, port) for rank, host, port in message["rows"]})
         elif kind == "rewards":
-            self._rewards = message["first"], message["last"]
+            self._teller.rewards = message["first"], message["last"]
         elif kind == "wait":
             self._quiet_until = time.monotonic() + self._monitor.silence.floor_s
         elif kind == "abort" and not self._is_aborted:
@@ -317,50 +306,12 @@ class Watchdog:
             self._launcher.stop()  # before it sees a dead worker and restarts it
         self._rank_channel.send("abort", stop=stop)
         self._kill_at = time.monotonic() + (0.0 if self._monitor.state().frozen else GRACE_S)
-        if has_board and self._webhook.is_set:
-            self._start_teller(lambda: True, line)
+        if has_board:
+            self._teller.end(EndOfWorld(self._end_step, line, is_final=stop, is_told=is_told))
         if is_first and self._monitor.folder is not None:
             self._write("history", self._note_end, self._monitor.folder, self._monitor.beat.activity.step, fatal)
         if line and is_first and not has_board:
             say(line)  # at the end, because the console may hang
-
-    def _start_teller(self, is_chosen: Callable[[], bool], line: str) -> None:
-        """Tell the webhook about the end of a world, in a thread. `is_chosen` returns whether this watchdog does."""
-
-        def run() -> None:
-            if is_chosen():
-                self._notify_unless_restarted(self._end_step, line)
-
-        self._teller = threading.Thread(target=run, daemon=True)
-        self._teller.start()
-
-    def _notify_unless_restarted(self, step: int, line: str) -> None:
-        """Tell the webhook about the end of a world, if it is the end of the run."""
-        if self._is_told:  # by a signal, after which torchrun ends or starts the ranks again
-            if self._is_final or self._launcher.wait_until_ending(VERDICT_S):
-                self._notify("stopped", step, line)
-        elif self._is_final or not self._launcher.restarts_ranks:
-            self._notify("failed", step, line)
-        elif self._launcher.has_loop:
-            self._launcher.leave_message(self._world_id)
-        elif self._launcher.fails_to_restart():
-            self._notify("failed", step, line)
-
-    def _notify(self, status: Status, step: int, reason: str) -> None:
-        """Send a message to the webhook in a thread, once."""
-        first, last = (self._rewards if self._server is None else self._server.board.rewards) or (None, None)
-        duration_s = round(time.time() - self._launcher.launched_at, 1)
-        reason = reason.removeprefix("oneworld: ")
-        self._webhook.start(Ending(self._run_name, status, step, duration_s, reason, first, last, self._world_id))
-
-    @property
-    def _run_name(self) -> str:
-        return self._monitor.folder.name if self._monitor.folder is not None else ""
-
-    @property
-    def _world_id(self) -> str:
-        """An id of this start of the world, for the webhook."""
-        return f"{self._run_name}-{self._monitor.world}"
 
     def _note_end(self, folder: Path, step: int, fatal: str) -> None:
         if self._lease is not None:

@@ -25,6 +25,7 @@ from tests.update import (
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(560)]
 WAYS = [
     {},
+    {"recompute": "head"},
     {"recompute": "selective"},
     {"recompute": "full"},
     {"compile": True},

@@ -33,7 +33,7 @@ def config_of(*settings: str) -> Config:
 @pytest.mark.parametrize(
     ("shape", "num_tokens", "recompute", "settings", "measured", "error"),
     [
-        # gpu/memory_gb/other of a run of benchmarks/step.py, 2026-11-18
+        # gpu/memory_gb/other of a run of benchmarks/step.py, 2026-11-18 and 2026-11-19
         (QWEN3_0_6B, 20_125, "head", [], 30.02 * GB, -0.03),
         (SMOLLM_135M, 17_800, "head", [], 11.1 * GB, 0.08),
         (LLAMA_1_7B, 20_125, "none", [], 42.61 * GB, 0.09),

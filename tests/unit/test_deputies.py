@@ -85,7 +85,7 @@ def test_the_board_tells_deputies_about_each_other_and_about_rewards(monkeypatch
     ]
     world.send(0, "rewards", first=0.25, last=0.5)
     told = [each for each in world.told if each[1] == "rewards"]
-    assert told == [(rank, "rewards", {"first": 0.25, "last": 0.5}) for rank in (2, 1)]
+    assert told == [(rank, "rewards", {"first": 0.25, "last": 0.5}) for rank in (0, 2, 1)]
 
 
 @pytest.fixture

@@ -184,14 +184,17 @@ def test_frequencies_of_each_type_of_layer_are_frozen() -> None:
     assert torch.equal(*angles())
 
 
-def test_layers_that_are_to_be_computed_again_are(mesh: DeviceMesh, tmp_path: Path) -> None:
+def test_layers_and_logits_that_are_to_be_computed_again_are(mesh: DeviceMesh, tmp_path: Path) -> None:
     """transformers recomputes only layers in training mode; their own dropout is set to 0."""
     folder = save(tmp_path, "llama")
-    for recomputed, wanted in (("none", [False, False]), ("selective", [True, False]), ("full", [True, True])):
+    layers = {"none": [False, False], "head": [False, False], "selective": [True, False], "full": [True, True]}
+    for recomputed, wanted in layers.items():
         model = load(folder, mesh, Compute(recomputed=recomputed))
         hooks = [Mock(return_value=None) for _ in model.model.layers]
         for layer, hook in zip(model.model.layers, hooks, strict=True):
             layer.mlp.register_forward_pre_hook(hook)
-        score_responses(model, make_batch([5]), 1.0, CPU).logprobs.sum().backward()
+        logprobs = score_responses(model, make_batch([5]), 1.0, CPU).logprobs
+        assert (logprobs.grad_fn.kept_logits is not None) == (recomputed == "none")  # type: ignore[union-attr]
+        logprobs.sum().backward()
         assert [hook.call_count == 2 for hook in hooks] == wanted
         assert not any(module.training for module in model.modules() if module not in list(model.model.layers))
