@@ -112,11 +112,11 @@ async def look() -> str:
     return "42"
 
 
-async def play(task: Any, generate: Any, longest_pause_s: float = 0.0) -> dict[str, float]:
+async def play(task: Any, generate: Any, longest_pause_s: float = 0.0, turn_tokens: int = 3) -> dict[str, float]:
     """Ask for turns of one conversation, then for one of another, until the tokens are used up."""
     ids, total = list(task.prompt), task.seed
     for number in range(3):
-        said = await generate(ids, max_tokens=3 + number)
+        said = await generate(ids, max_tokens=turn_tokens + number)
         await asyncio.sleep(pause(longest_pause_s))
         total = checksum(total, said.tokens, said.finish)
         ids += said.tokens

@@ -38,7 +38,7 @@ from tests.rounds_runs import COMMON, REAL, SAVES, Run, kill_a_rank, last_step, 
 
 pytestmark = pytest.mark.timeout(400)  # the first test waits for the fixture's runs
 APART = ["placement.rollout=0-1", "placement.actor=2"]
-PAUSES = "environment.options={longest_pause_s: 0.05}"
+PAUSES = "environment.options.longest_pause_s=0.05"
 ROUNDS = "rollout.max_tokens_per_round=5"
 MAX_ROUNDS = 5  # for 24 tokens
 RESUMED_AFTER = 2
@@ -269,6 +269,7 @@ def test_killed_ranks_cost_time_and_nothing_else(model: Path, runs: dict[str, Re
 
 
 BLOCK = 32  # tokens in a block of the prefix cache
+LONG_TURNS = ["environment.options.turn_tokens=12", "environment.max_tokens_per_turn=14", "rollout.max_new_tokens=60"]
 REAL_RUNS: dict[str, Run] = {
     "one rank": (1, [], ""),
     "two ranks": (2, [PAUSES], ""),
@@ -285,7 +286,8 @@ def test_placement_equality_on_vllm(door: str, model: Path, tmp_path: Path) -> N
     described = {}
     for number, (num_ranks, overrides, broken) in enumerate(REAL_RUNS.values()):
         kept = [each for each in overrides if door != "tools" or each != PAUSES]
-        settings = [*overrides_of(model, door, 2), f"rollout.engine_options={{block_size: {BLOCK}}}", *kept]
+        longer = LONG_TURNS if door == "rollout" else []
+        settings = [*overrides_of(model, door, 2), f"rollout.engine_options={{block_size: {BLOCK}}}", *longer, *kept]
         described[tmp_path / str(number)] = (num_ranks, settings, broken)
     first, *others = run_forked(described, engine=REAL, timeout_s=800).values()
     whole = conversations_of(first)
