@@ -25,6 +25,7 @@ from rl.data.group_file import groups_from_bytes
 MARK = "ONEWORLD_TEST_WORLD"
 _marks: dict[int, str] = {}  # by the launcher's process id
 STARTED: list[subprocess.Popen[str]] = []  # launchers of the running test, for tests/conftest.py
+WATCHDOG_S = 5.0  # limit for the watchdogs and reward servers of ranks that have ended
 _zygotes: dict[bool, subprocess.Popen[str]] = {}  # by whether they have imported vLLM
 
 
@@ -88,8 +89,10 @@ def run_program(*words: str, timeout_s: float, has_vllm: bool = False) -> tuple[
             assert is_ended, f"still running after {timeout_s} s:\n{file.read()[-6000:]}"
             code = json.loads(zygote.stdout.readline())
             output = file.read()
-            orphans = [process for process in members(zygote.pid) if process.pid != zygote.pid]
-            assert not orphans, f"orphans {orphans} after the program ended:\n{output[-3000:]}"
+            deadline = time.monotonic() + WATCHDOG_S
+            while orphans := [process for process in members(zygote.pid) if process.pid != zygote.pid]:
+                assert time.monotonic() < deadline, f"orphans {orphans} after the program ended:\n{output[-3000:]}"
+                time.sleep(0.05)
         except BaseException:
             for process in members(zygote.pid):
                 process.kill()

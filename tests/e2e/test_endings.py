@@ -347,7 +347,8 @@ class Terminals:
         site.mkdir()
         (site / "oneworld.pth").write_text(PATH_FILE)
         (site / "sitecustomize.py").write_text(f"import site\nsite.addsitedir({str(site)!r})\n")
-        environment = activated_environment(PYTHONPATH=f"{site}:{ROOT}" if is_quiet else str(ROOT), **variables)
+        variables |= {"PYTHONPATH": f"{site}:{ROOT}" if is_quiet else str(ROOT), "TERM": "dumb"}
+        environment = activated_environment(**variables)
         environment |= {"ONEWORLD_QUIET_TORCHRUN": "1" if is_quiet else "0", "TMPDIR": str(folder)}
         environment |= {} if restarts else {"PET_MAX_RESTARTS": "0"}
         self._port = free_port()
