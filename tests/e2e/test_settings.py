@@ -50,7 +50,7 @@ def test_a_run_that_neither_evaluates_first_nor_saves(tmp_path: Path) -> None:
     recorded = json.loads((tmp_path / "run" / "run.json").read_text())["config"]
     assert recorded["rollout"]["max_num_seqs"] == 256, "settings that are derived are recorded"
     actor = [recorded["actor"][name] for name in ("max_tokens_per_micro_batch", "offload", "recompute")]
-    assert actor == [8192, "none", "none"]
+    assert actor == [8192, "none", "head"]
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [("eval/accuracy" in row) for row in rows if row["step"]] == [False, True, True]
     assert not any("eval/accuracy" in row for row in rows if row["step"] == 0)
