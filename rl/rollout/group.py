@@ -82,6 +82,12 @@ class Group:
         prompt = len(self.task.prompt.tokens)
         self.num_read_tokens += sum(prompt + len(self.responses[sample].tokens) for sample in self.running)
 
+    def take_score(self, sample: int, result: dict[str, Any]) -> None:
+        """Take the result of the reward functions for a sample."""
+        self.scores[sample] = self.scores.get(sample, {}) | result
+        self.samples[sample].reward = result["score"]
+        self.num_unscored -= 1
+
     def again(self) -> "Group":
         """Return the group as it was before this round, for another engine."""
         return Group(self.task, self.attempt + 1, self.carried, self.records)

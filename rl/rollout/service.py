@@ -9,23 +9,22 @@ import sys
 import time
 from collections.abc import Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rl.data.batch import Batch
-from rl.data.prompts import Tokenizer, decode_all, sample_seed
+from rl.data.prompts import Tokenizer, sample_seed
 from rl.environments.protocol import Ask, Ended
-from rl.rewards.failure import RewardFailure, quote
+from rl.rewards.failure import RewardFailure
 from rl.rewards.pool import RewardPool
 from rl.rollout.carried import CarriedGroup, FetchGroup
-from rl.rollout.conversations import RecordedConversation
 from rl.rollout.dispatch import NewTasks, Pull, Task
 from rl.rollout.engine import Completion, Engine, Request
 from rl.rollout.followers import FROM_LEAD, AddRequests, Followers, Reason, RebuildEngine, StepEngine, describe_wait
 from rl.rollout.group import Group
 from rl.rollout.meter import EngineMeter
 from rl.rollout.recovery import EngineHost, EngineRebuilt
-from rl.rollout.responses import Response
+from rl.rollout.scoring import EndedResponse, Scoring
 from rl.rollout.turns import Conversations
 from rl.watch.heart import HEART, size_class
 from rl.world.messages import Letter, Message
@@ -84,16 +83,6 @@ class ConversationEnded(Message):
     ended: Ended
 
 
-@dataclass(frozen=True)
-class EndedResponse:
-    """A response that is to be scored."""
-
-    group: Group
-    sample: int
-    tokens: list[int]
-    about: dict[str, Any]  # what else the reward functions find in its row
-
-
 class Recorder(Protocol):
     """Writes groups to files: see rl/rollout/archive.py."""
 
@@ -119,7 +108,8 @@ class RolloutService(Service):
     ):
         """Set `conversations` before the first task, if samples are conversations."""
         self.host, self._followers = host, Followers(world.mail, host.followers)
-        self._world, self._mail, self._rewards, self._tokenizer = world, world.mail, rewards, tokenizer
+        self._world, self._mail = world, world.mail
+        self._scoring = None if rewards is None else Scoring(rewards, tokenizer)
         self._max_num_groups, self._run_seed, self._leader = max_num_groups, run_seed, leader
         self._keeps_kv = keeps_kv
         self._groups: dict[tuple[int, int], Group] = {}  # unfinished, by batch and position
@@ -132,7 +122,6 @@ class RolloutService(Service):
         self.recorder: Recorder | None = None  # in the phase rollout: writes groups to files
         self.conversations: Conversations | None = None  # on the lead, if samples are conversations
         self._room = 0.0  # for groups, that the leader knows of
-        self._ended: list[EndedResponse] = []  # to be scored
         self._pull()
 
     @property
@@ -197,12 +186,14 @@ class RolloutService(Service):
             case Scored(key, result):
                 scored = self._find(key)
                 if scored is not None:
-                    self._take_score(scored, key[2], result)
+                    scored.take_score(key[2], result)
+                    self._deliver_if_done(scored)
             case StepEngine():
                 self.host.follow(self._step, self.name)
             case RebuildEngine():
                 self.host.replace()
-        self._score_ended()
+        if self._scoring is not None:
+            self._scoring.submit()
         self._tell_reason()
 
     def _tell_reason(self) -> None:
@@ -231,11 +222,10 @@ class RolloutService(Service):
         except Exception as error:
             return self._recover(error)
         HEART.beat(f"{self.engine.num_unfinished} responses", sum(len(done.tokens) for done in ended))
-        assert self._rewards is not None, "only the lead samples on its own"
+        assert self._scoring is not None, "only the lead samples on its own"
         collected = self.conversations.together() if self.conversations is not None else nullcontext()
-        with collected, self._rewards.together():
+        with collected, self._scoring.together():
             is_last_of_group = [self._take(completion) for completion in ended]
-            self._score_ended()
         self._report_progress(is_urgent=any(is_last_of_group))
         if any(is_last_of_group) or (self.conversations is not None and int(self._num_free) > int(self._room)):
             self._pull()
@@ -260,48 +250,18 @@ class RolloutService(Service):
             response, sampling = group.responses[sample], task.sampling
             response.append(completion, task.version, sampling.max_new_tokens, sampling.length(task.prompt, sample))
             if response.is_ended:
-                self._end(EndedResponse(group, sample, response.tokens, {}))
+                assert self._scoring is not None
+                self._scoring.add(EndedResponse(group, sample, response.tokens, {}))
         group.running.discard(sample)
         self._deliver_if_done(group)
         return group.is_sampled
 
-    def _score_ended(self) -> None:
-        """Submit the responses that have ended to the reward functions. They are decoded together, on all cores."""
-        if not self._ended:
-            return
-        assert self._rewards is not None
-        ended, self._ended = self._ended, []
-        for each, text in zip(ended, decode_all(self._tokenizer, [each.tokens for each in ended]), strict=True):
-            task, prompt = each.group.task, each.group.task.prompt
-            key = (task.batch, task.position, each.sample, each.group.attempt)
-            row = prompt.row | {"answer": prompt.answer} | each.about
-            self._rewards.submit(key, prompt.text, text, row, task.sampling.answer_of)
-
-    def _end(self, response: EndedResponse) -> None:
-        response.group.num_unscored += 1
-        self._ended.append(response)
-
     def _end_conversation(self, group: Group, ended: Ended) -> None:
-        """Have a conversation scored. If the user's code has failed, it has no score."""
-        assert self._rewards is not None and self.conversations is not None
-        sample, conversation = ended.key[2], group.conversations[ended.key[2]]
-        conversation.end(ended)
+        assert self._scoring is not None and self.conversations is not None
+        group.conversations[ended.key[2]].end(ended)
         self.conversations.forget(ended.key)
-        group.scores[sample] = {"ending": ended.ending, "counts": ended.counts}
-        if ended.problem:
-            group.num_unscored += 1
-            status = ended.ending if ended.ending in ("timeout", "crash") else "error"
-            self._take_score(group, sample, self._rewards.failed(status, ended.problem))
-        else:
-            about = {"messages": ended.messages, "environment_reward": ended.reward}
-            self._end(EndedResponse(group, sample, conversation.last_tokens, about))
-        self._leave(group, sample)
-
-    def _take_score(self, group: Group, sample: int, result: dict[str, Any]) -> None:
-        group.scores[sample] = group.scores.get(sample, {}) | result
-        group.samples[sample].reward = result["score"]
-        group.num_unscored -= 1
-        self._deliver_if_done(group)
+        self._scoring.add_conversation(group, ended)
+        self._leave(group, ended.key[2])
 
     def _leave(self, group: Group, sample: int) -> None:
         """Let a conversation leave the round: it has ended, or goes on in the next round."""
@@ -417,14 +377,10 @@ class RolloutService(Service):
         """Deliver a group at the end of its round: nothing is being sampled, and everything that ended has a score."""
         if not group.is_sampled or group.num_unscored:
             return
+        assert self._scoring is not None
         task = group.task
         del self._groups[task.batch, task.position]
         rollouts = group.pack()
-        failures = [
-            replace(score["failure"], sample=self._show(task, group.samples[sample]))
-            for sample, score in sorted(group.scores.items())
-            if score["failure"] is not None
-        ]
         message = ScoredGroup(
             task.batch,
             task.position,
@@ -434,16 +390,11 @@ class RolloutService(Service):
             group.num_kept_tokens,
             group.num_read_tokens,
             group.num_cached_tokens,
-            failures,
+            self._scoring.failures_of(group),
         )
         if self.recorder is not None and task.round:
             self.recorder.record(task, message, rollouts)
         self._mail.send(task.owner, message, payload=rollouts.to_bytes())
-
-    def _show(self, task: Task, sample: Response | RecordedConversation) -> str:
-        tokens = sample.tokens if isinstance(sample, Response) else sample.last_tokens
-        text = self._tokenizer.decode(tokens, skip_special_tokens=True)
-        return f"{task.prompt.place}, prompt: {quote(task.prompt.text)}, response: {quote(text)}"
 
 
 def make_requests(groups: Iterable[Group], run_seed: int | None, keeps_kv: bool = False) -> list[Request]:

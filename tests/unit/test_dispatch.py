@@ -34,8 +34,9 @@ class Hall:
 
     def teach(self, first_s: float, second_s: float, room: int = 100) -> None:
         """Let both engines sample a batch, with decode steps that take so long, and ask for more."""
-        self.pull(FIRST)
-        self.pull(SECOND)
+        for engine in (FIRST, SECOND):
+            self.pull(engine)
+            assert self.silent(engine), "so each gets one"
         self.dispatcher.open(make_tasks(2))
         for engine, step_s in ((FIRST, first_s), (SECOND, second_s)):
             self.positions(engine)
