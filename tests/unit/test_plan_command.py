@@ -23,7 +23,7 @@ from rl.run.derive import nominal_bytes
 from tests.public_models import QWEN_0_5B, QWEN_7B, QWEN_14B, write_model
 from tests.saved_steps import lose, save
 
-pytestmark = pytest.mark.timeout(240)  # for the commands, which all run in one fixture
+pytestmark = pytest.mark.timeout(400)  # for the commands, which all run in one fixture
 
 
 def without(package: str) -> pytest.MarkDecorator:
