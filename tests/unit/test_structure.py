@@ -1,12 +1,12 @@
 """Rules of the sources, read from their syntax trees: layers, imports, process groups, signatures, the loop."""
 
 import ast
+import functools
 import graphlib
 import inspect
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -63,8 +63,14 @@ def module_name(file: str) -> str:
 MODULES = {module_name(file) for file in SOURCES}
 
 
-def imports(file: str, source: str) -> Iterator[Import]:
-    tree = ast.parse(source)
+@functools.cache
+def parse(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
+@functools.cache
+def imports(file: str, source: str) -> list[Import]:
+    tree, found = parse(source), []
     functions = [
         node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
     ]
@@ -78,8 +84,8 @@ def imports(file: str, source: str) -> Iterator[Import]:
             names = [name if name in MODULES else str(node.module) for name in whole]
         else:
             continue
-        for name in names:
-            yield Import(name, id(node) in inside)
+        found += [Import(name, id(node) in inside) for name in names]
+    return found
 
 
 def part_of(module: str) -> str:
@@ -90,7 +96,7 @@ def part_of(module: str) -> str:
 def turned_arrows(file: str, source: str) -> list[str]:
     importer = part_of(module_name(file))
     if importer == "rl":
-        return [f"{file} is the package itself and imports nothing"] if list(imports(file, source)) else []
+        return [f"{file} is the package itself and imports nothing"] if imports(file, source) else []
     if importer not in LAYER_OF:
         return [f"{file} has no layer; add {importer!r} to LAYERS"]
     arrows = []
@@ -150,7 +156,7 @@ def test_rl_holds_packages_and_each_says_what_belongs_there() -> None:
     assert loose == ["rl/__init__.py"]
     for file, source in SOURCES.items():
         if file.endswith("/__init__.py") and file.count("/") > 1:
-            assert ast.get_docstring(ast.parse(source)), f"{file}: say in its docstring what belongs there"
+            assert ast.get_docstring(parse(source)), f"{file}: say in its docstring what belongs there"
 
 
 MAX_PARAMETERS = 8
@@ -172,7 +178,7 @@ ALL_SOURCES = SOURCES | {
 def test_functions_have_few_parameters() -> None:
     found = []
     for file, source in ALL_SOURCES.items():
-        for node in ast.walk(ast.parse(source)):
+        for node in ast.walk(parse(source)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 names = [arg.arg for arg in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
                 count = len([name for name in names if name not in ("self", "cls")])
@@ -184,7 +190,7 @@ def test_functions_have_few_parameters() -> None:
 def test_class_names_are_unique() -> None:
     places = defaultdict(list)
     for file, source in ALL_SOURCES.items():
-        for node in ast.parse(source).body:
+        for node in parse(source).body:
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(file)
     assert {name: files for name, files in places.items() if len(files) > 1} == {}
@@ -272,7 +278,7 @@ def is_of_checkout(node: ast.stmt) -> bool:
 def test_a_program_finds_its_own_checkout(program: Path) -> None:
     """Python searches the program's folder, not the one above it, unless the program says so before it imports."""
     source = program.read_text()
-    body = ast.parse(source).body
+    body = parse(source).body
     first = next((index for index, node in enumerate(body) if is_of_checkout(node)), None)
     if first is None or "__main__" not in source:
         return
@@ -300,9 +306,10 @@ MAKES_GROUPS = {"new_group", "new_subgroups", "new_subgroups_by_enumeration", "i
 GLOBAL_RANKS = {"src", "dst", "peer"}  # group_src, group_dst and group_peer count within the group
 
 
-def resolved_calls(source: str) -> Iterator[tuple[ast.Call, str]]:
+@functools.cache
+def resolved_calls(source: str) -> list[tuple[ast.Call, str]]:
     """Calls of names that were imported, under their full dotted names."""
-    tree = ast.parse(source)
+    tree, calls = parse(source), []
     names: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -315,7 +322,8 @@ def resolved_calls(source: str) -> Iterator[tuple[ast.Call, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             root, *rest = ast.unparse(node.func).split(".")
-            yield node, ".".join([names.get(root, root), *rest])
+            calls.append((node, ".".join([names.get(root, root), *rest])))
+    return calls
 
 
 def default_group_uses(source: str) -> list[str]:
@@ -406,7 +414,7 @@ def test_the_loop_is_short_and_knows_no_placement() -> None:
     source = SOURCES["train.py"]
     assert len(source.splitlines()) <= 200
     assert [word for word in ("collocated", "disaggregated", "scorers") if word in source.lower()] == []
-    (loop,) = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == "train"]
+    (loop,) = [node for node in parse(source).body if isinstance(node, ast.FunctionDef) and node.name == "train"]
     words = {node.id for node in ast.walk(loop) if isinstance(node, ast.Name)}
     words |= {node.attr for node in ast.walk(loop) if isinstance(node, ast.Attribute)}
     assert words & {"placement", "roles", "ranks", "engines"} == set()
