@@ -1,6 +1,6 @@
 # make demo         a real run on this machine: a tiny model learns addition on real vLLM engines
 # make test         the tests that every change must pass
-# make test-quick   the unit tests, 5.5 minutes on 2 cores
+# make test-quick   the unit tests, 9 minutes on 2 cores
 # make tensorboard  the curves, samples and settings of the newest run; RUN=runs/NAME for another one
 # Others: setup, lint, test-all (adds the slow tests), clean. Every target sets up .venv first, once.
 PYTHON ?= python3

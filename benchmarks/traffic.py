@@ -1,6 +1,6 @@
 """Model what a step sends between GPUs, and what bounds it there. Needs no GPU. Prints one JSON line.
 
-    python benchmarks/traffic.py [--model qwen3-0.6b] [--rollout-s 3.88] [--update-s 2.67] [--other-s 0.12]
+    python benchmarks/traffic.py [--model qwen3-0.6b] [--rollout-s 3.61] [--update-s 2.64] [--other-s 0.09]
                                  [--tokens 294400] [--max-tokens 20480] [--nvlink 300] [--network 45]
                                  [--latency-us 30] [--local 240] [--table]
 
@@ -316,9 +316,9 @@ def table_of(rows: Sequence[dict[str, Any]]) -> list[str]:
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=[name for name in SHAPES if SHAPES[name].layers], default="qwen3-0.6b")
-    parser.add_argument("--rollout-s", type=float, default=3.88)
-    parser.add_argument("--update-s", type=float, default=2.67)
-    parser.add_argument("--other-s", type=float, default=0.12)
+    parser.add_argument("--rollout-s", type=float, default=3.61)
+    parser.add_argument("--update-s", type=float, default=2.64)
+    parser.add_argument("--other-s", type=float, default=0.09)
     parser.add_argument("--tokens", type=int, default=294400)
     parser.add_argument("--max-tokens", type=int, default=20480)
     parser.add_argument("--nvlink", type=float, default=300)

@@ -320,6 +320,8 @@ class _Search:
         remedies, longest = [], longest_sequence(config)
         if given.rollout.sleep == "never":
             remedies.append(f"leave {SLEEP} out")
+        if given.actor.recompute == "none" and not self.choose(with_values(given, {RECOMPUTE: "head"})).problem:
+            remedies.append(f"set {RECOMPUTE}=head")
         if {given.actor.offload, given.actor.recompute} != {"auto"}:
             remedies.append("leave actor.offload and actor.recompute out")
         limits = {TOKENS: given.actor.max_tokens_per_micro_batch}

@@ -437,6 +437,11 @@ def test_an_evaluation_loads_weights_that_fit_the_card(
             ("1.7B", 1, 24, f"{TOKENS}=65536"),
             f"an update needs 24.48 GB; lower {TOKENS}, or give the learner more ranks",
         ),
+        # It would fit without 2.7 GB of logits.
+        (
+            ("0.6B", 1, 24, f"{OFFLOAD}=moments", f"{RECOMPUTE}=none", f"{TOKENS}=8192"),
+            "an update needs 24.51 GB; set actor.recompute=head, leave actor.offload and actor.recompute out, ",
+        ),
         (
             ("7B", 8, 80, *PPO, "actor.recompute=none", "critic.max_tokens_per_micro_batch=65536"),
             "recompute out, lower critic.max_tokens_per_micro_batch, or give the learner more ranks",
