@@ -23,7 +23,7 @@ from rl.checkpoint.manifest import COMMITTED, ID, MANIFEST, PROBE, STEP_FOLDER, 
 from rl.checkpoint.shard_file import NewFile, read_bytes, rename_durably, sync_folder, write_small_file, writing
 from rl.common.files import UnsafeName, join_inside
 from rl.watch.lease import Lease, LeaseLost
-from rl.world.restarts import launcher_process
+from rl.world.restarts import launch_time
 
 RUN_ID = "run_id"
 LEFT_OVER = re.compile(r"step_\d+\.(tmp|old|claim)-.*")
@@ -80,7 +80,7 @@ class CheckpointDirectory:
             folder=str(place.resolve()),
             exists=place.is_dir(),
             host=socket.gethostname(),
-            launched_at=launcher_process().create_time(),
+            launched_at=launch_time(),
             run_id=self._read_run_id(),
         )
 

@@ -27,7 +27,7 @@ from rl.rollout.schedule import Schedule, ScheduleState, plan_schedule
 from rl.run.build import saved_schedule
 from rl.run.open import Run
 from rl.watch.heart import HEART
-from rl.world.restarts import launcher_process
+from rl.world.restarts import launch_time
 
 CHUNK_BYTES = 16 << 20
 MAX_LINES = 10
@@ -74,7 +74,7 @@ def find_groups(run: Run) -> Run:
 def _has_trained(run: Run) -> bool:
     """Return whether this launch is a restart of a phase update that has saved its step already."""
     saved_at = run.resume.manifest.saved_at if run.resume is not None and run.resume.is_own else 0.0
-    is_done = run.phase.name == "update" and saved_at > launcher_process().create_time() + CLOCK_S
+    is_done = run.phase.name == "update" and saved_at > launch_time() + CLOCK_S
     if is_done:
         print(f"oneworld: step {run.start_step} was saved before this restart, so nothing is left to do", flush=True)
     return is_done

@@ -208,7 +208,7 @@ def _run_name(world: World, config: Config, config_name: str) -> str:
     if config.run.name:
         return config.run.name
     if world.rank == 0:
-        launcher = launcher_process()
+        launcher = launcher_process()  # its create_time is inexact, but the same in all attempts
         started = time.strftime("%Y%m%d-%H%M%S", time.localtime(launcher.create_time()))
         world.store.set("run/name", f"{config_name}-{started}-{launcher.pid}")
     return world.store.get("run/name")

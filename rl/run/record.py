@@ -18,7 +18,7 @@ from rl.report.rows import METRICS, last_step
 from rl.report.writers import public_settings
 from rl.run.hardware import NodeHardware
 from rl.run.open import Run
-from rl.world.restarts import launcher_process
+from rl.world.restarts import launch_time
 
 
 def begin_story(run: Run) -> None:
@@ -68,4 +68,4 @@ def describe_repetition(run: Run, step: int) -> str:
 
 def is_of_this_launch(file: Path) -> bool:
     """Return whether this launch has written the file, in this attempt or an earlier one."""
-    return file.exists() and file.stat().st_mtime >= launcher_process().create_time()
+    return file.exists() and file.stat().st_mtime >= launch_time()

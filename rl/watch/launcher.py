@@ -6,8 +6,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from rl.common.processes import start_time
 from rl.common.waiting import wait_until_readable
-from rl.watch.lease import ProcessIdentity
 from rl.watch.told import VARIABLE as TOLD_FILE
 from rl.watch.told import Level, Told, read_told, remove_told, tell
 
@@ -161,13 +161,11 @@ class Launcher:
 
 def launch_time(agent: int) -> float:
     """Return when launch/run_node.sh or else torchrun's agent was started. Without torchrun, return the present."""
-    loop, now = int(os.environ.get("ONEWORLD_LAUNCHER", 0)), time.time()
-    for pid in (loop, agent):
+    for pid in (int(os.environ.get("ONEWORLD_LAUNCHER", 0)), agent):
         with suppress(OSError):
             if pid:
-                uptime_s = float(Path("/proc/uptime").read_text().split()[0])
-                return now - uptime_s + ProcessIdentity.of(pid).started / os.sysconf("SC_CLK_TCK")
-    return now
+                return start_time(pid)
+    return time.time()
 
 
 def _write(variable: str, text: str) -> None:

@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from rl.common.processes import read_stat
 from rl.common.text import count_of
 
 RENEW_S = 4.0  # interval between two changes of the counter
@@ -63,14 +64,14 @@ class ProcessIdentity:
 
     @classmethod
     def of(cls, pid: int) -> "ProcessIdentity":
-        return cls(socket.gethostname(), this_machine(), pid, int(_read_stat(pid)[19]))
+        return cls(socket.gethostname(), this_machine(), pid, int(read_stat(pid)[19]))
 
     def is_running(self, machine: str) -> bool | None:
         """Return whether the process runs. Return None if that cannot be seen from `machine`."""
         if not machine or self.machine != machine:
             return None
         try:
-            stat = _read_stat(self.pid)
+            stat = read_stat(self.pid)
             return stat[0] not in "ZX" and int(stat[19]) == self.started
         except ProcessLookupError:
             return False
@@ -92,11 +93,6 @@ def this_machine() -> str:
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return ""
-
-
-def _read_stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the state on. The start of the process is field 19."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 @dataclass(frozen=True)

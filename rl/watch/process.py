@@ -8,6 +8,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from rl.common.processes import read_stat
+
 PIDFD_GET_INFO, PIDFD_INFO_EXIT = 0xC040FF0B, 1 << 3  # from linux/pidfd.h; since Linux 6.15
 PIDFD_INFO = struct.Struct("=QQ11Ii")  # begins with what is known, ends with the exit status
 CHILDREN_S = 1.0  # for children of a dead rank to exit; one of them, Python's resource tracker, removes shared memory
@@ -37,9 +39,9 @@ class RankProcess:
         return None if status is None else os.waitstatus_to_exitcode(status)
 
     def _stat(self) -> list[str]:
-        """Return the fields of /proc/PID/stat, beginning with the state. The last one is the exit status."""
+        """Return the fields of /proc/PID/stat from the state on. The last one is the exit status."""
         try:
-            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split() or [""]
+            return read_stat(self.pid) or [""]
         except OSError:
             return [""]
 

@@ -9,8 +9,9 @@ Everything below the cursor belongs to the view, so erasing it removes the view.
 resized: terminals move the cursor together with the text above it.
 """
 
-from pathlib import Path
 from typing import NamedTuple
+
+from rl.common.processes import read_stat
 
 SAVE, RESTORE = "\x1b7", "\x1b8"  # the cursor, its colours and its state
 HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
@@ -82,7 +83,7 @@ def is_in_foreground(pid: int) -> bool:
 def _read_groups(pid: int) -> tuple[int, int]:
     """Return the process group of a process, and the one that its terminal is for. The first is 0 if it is gone."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = read_stat(pid)
     except OSError:
         return 0, NO_TERMINAL
     return int(fields[2]), int(fields[5])

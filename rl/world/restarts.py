@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 
+from rl.common.processes import start_time
 from rl.config.schema import ConfigError
 from rl.watch.reports import AttemptHistory
 from rl.watch.tee import next_attempt, remove_old_attempts
@@ -39,7 +40,7 @@ class Restarts:
         except OSError as error:
             raise ConfigError(f"run.dir: cannot make {folder}: {error}; give a folder that can be written") from None
         self._history = AttemptHistory(folder)
-        self._history.forget_before(launcher_process().create_time())
+        self._history.forget_before(launch_time())
 
     def open_log(self, logs: Path, store: SealedStore) -> None:
         """Write this rank's output to a log. Rank 0 chooses the number of the attempt for all nodes."""
@@ -87,3 +88,8 @@ def launcher_process() -> psutil.Process:
     if (loop := int(os.environ.get("ONEWORLD_LAUNCHER", 0))) and psutil.pid_exists(loop):
         return psutil.Process(loop)
     return psutil.Process(os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid())
+
+
+def launch_time() -> float:
+    """Return when this launch began, by time.time(): what is older is of an earlier one."""
+    return start_time(launcher_process().pid)

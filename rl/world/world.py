@@ -15,13 +15,13 @@ from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from rl.common.handshake import SECRET, check_secret, derive_key
 from rl.common.json_channel import JsonChannel
+from rl.common.processes import start_time
 from rl.config.schema import Config, ConfigError
 from rl.placement.nodes import Nodes
 from rl.watch.activities import RoleActivity
@@ -261,7 +261,7 @@ def _join() -> World:
 def count_start(now: float) -> None:
     """Count what this process has done until now as `imports`, and the time from the start of torchrun to the start of
     this process as `torchrun`, unless the world was restarted. The kernel rounds times of processes to 10 ms."""
-    began = psutil.Process().create_time()
+    began = start_time(os.getpid())
     DURATIONS.add("imports", max(0.0, now - began))
     if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
-        DURATIONS.add("torchrun", max(0.0, began - psutil.Process(os.getppid()).create_time()))
+        DURATIONS.add("torchrun", max(0.0, began - start_time(os.getppid())))

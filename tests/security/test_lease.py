@@ -294,7 +294,7 @@ def test_a_process_of_another_user_that_proc_hides_is_not_taken_for_dead(monkeyp
     def deny(pid: int, number: int) -> None:
         raise PermissionError
 
-    monkeypatch.setattr(lease_module, "_read_stat", hide)
+    monkeypatch.setattr(lease_module, "read_stat", hide)
     monkeypatch.setattr(os, "kill", deny)
     assert own.is_running(own.machine) is None
 

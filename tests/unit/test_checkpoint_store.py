@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Concatenate
 
-import psutil
 import pytest
 
 from rl.checkpoint.directory import CheckpointDirectory as Directory
@@ -21,6 +20,7 @@ from rl.checkpoint.directory import StoredStep
 from rl.checkpoint.manifest import CheckpointError, Manifest
 from rl.checkpoint.shard_file import digest
 from rl.checkpoint.store import CheckpointStore, P, R
+from rl.common.processes import start_time
 from tests.mails import connected, stores_on
 
 MANIFEST = Manifest(
@@ -174,7 +174,7 @@ def test_the_list_tells_steps_files_and_sizes(tmp_path: Path) -> None:
     assert steps[12].error == f"{root}/step_12/manifest.json cannot be read: No such file or directory"
     assert steps[12].files == {"model": 1}
     assert (listed.folder, listed.exists) == (str(root), True)
-    assert listed.launched_at == psutil.Process().create_time()
+    assert listed.launched_at == pytest.approx(start_time(os.getpid()), abs=0.1)
 
 
 @pytest.mark.parametrize(
