@@ -526,7 +526,7 @@ class ActorConfig:
         "auto",
         "What the backward pass computes again to save memory. none: nothing; head: the logits; selective: also every "
         "second layer; full: also all layers. auto: derived, the first of head, selective and full with which 8,192 "
-        "tokens and the longest sequence fit, or none if the logits fit too, without an engine that sleeps for them. "
+        "tokens and the longest sequence fit, or none if the logits fit too and no engine must sleep for them. "
         "On a CPU head.",
     )
     offload: Offload = key(
