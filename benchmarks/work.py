@@ -85,7 +85,9 @@ def write_tokenizer(folder: Path, vocab: int) -> None:
     tokenizer = json.loads((tiny / "tokenizer.json").read_text())
     entries = tokenizer["model"]["vocab"]
     assert sorted(entries.values()) == list(range(len(entries)))
-    further = ["\n", "<|im_end|>"]  # verl looks for both in the tokenizer of a Qwen model
+    # In the tokenizer of a Qwen model, verl looks for a newline, which Qwen2's tokenizer calls "Ċ", and <|im_end|>.
+    # <|endoftext|> would be added behind the vocabulary.
+    further = ["\n", "Ċ", "<|im_end|>", "<|endoftext|>"]
     further += [f" {number:x}" for number in range(vocab - len(entries) - len(further))]
     entries |= dict(zip(further, range(len(entries), vocab), strict=True))
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))

@@ -1,6 +1,7 @@
 """All trainers that benchmarks compare do the same work, and a peer that is measured leaves nothing behind."""
 
 import argparse
+import json
 import os
 import random
 import sys
@@ -40,10 +41,14 @@ def test_without_a_mean_all_lengths_are_equal() -> None:
     assert drawn_lengths(argparse.Namespace(**vars(ARGS) | {"mean_new_tokens": 0}), 2) == [[[40] * 3] * 4] * 2
 
 
-def test_the_tokenizer_covers_the_vocabulary(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])  # transformers picks a tokenizer by it
+def test_the_tokenizer_covers_the_vocabulary(tmp_path: Path, model_type: str) -> None:
     write_tokenizer(tmp_path, 151936)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     assert len(tokenizer) == 151936
+    assert len(tokenizer.encode("\n", add_special_tokens=False)) == 1  # verl asks for it
+    assert tokenizer.convert_tokens_to_ids("<|im_end|>") > 0
     assert tokenizer.decode(tokenizer("0123456789").input_ids) == "0123456789"
     assert len(tokenizer("0123456789").input_ids) == 10
     texts = [tokenizer.decode([token]) for token in (100, 5000, 151935)]
