@@ -250,7 +250,7 @@ class RolloutConfig:
     keep_kv: bool = key(
         False,
         "With max_tokens_per_round: continue responses with the KV cache of older weights. Saves prefill, but recorded "
-        "logprobs then belong to no single version. Only if all engines are on ranks whose single role is rollout.",
+        "logprobs then belong to no single version, and an engine on an actor's GPU keeps its memory during updates.",
     )
     tensor_parallel_size: int = key(1, "Number of consecutive ranks of one node that share an engine.", POSITIVE)
     max_num_seqs: int = key(
@@ -271,7 +271,8 @@ class RolloutConfig:
         "auto",
         "Whether engine and learner of the same GPU take turns with its memory. always: an engine frees its memory "
         "during updates, and a learner its temporary memory during rollouts; never: both keep it, so steps of small "
-        "models are faster; auto: derived, never if both together need at most 40 % of the GPU. On a CPU never.",
+        "models are faster; auto: derived, never with keep_kv, or if both together need at most 40 % of the GPU. On a "
+        "CPU never.",
     )
     deterministic: bool = key(False, "Seed each sample, so that tokens do not depend on engine or timing. Slower.")
     enforce_eager: bool = key(False, "Do not capture CUDA graphs. The engine starts faster and decodes slower.")

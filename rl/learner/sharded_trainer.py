@@ -29,7 +29,7 @@ from rl.model.host_memory import to_device
 from rl.model.load import decoder_layers
 from rl.model.logprobs import hidden_size_of
 from rl.model.lora import trained_slices
-from rl.model.shards import LocalSlice, local_slices, named_parameters, reshard
+from rl.model.shards import LocalSlice, local_slices, named_parameters
 from rl.report.metrics import Measures
 from rl.watch.heart import HEART
 
@@ -154,7 +154,6 @@ class ShardedTrainer:
     def offload(self) -> None:
         """Move the state that is to be offloaded to host memory. The memory of everything else that the trainer has
         freed stays with torch's allocator: see `free_cached_memory`."""
-        reshard(self.model)  # a probe leaves the root's parameters gathered
         tensors: dict[str, list[Tensor]] = {}
         # Make no moments only to offload them. After the first update all trained parameters have moments.
         for kind, part in self.state_slices(with_moments=self.optimizer.has_state) if self.offloads else ():

@@ -9,6 +9,9 @@ equal shares. When few groups are left, a slow engine takes none that faster one
 
 With placement.rank_weights, each engine gets exactly the share that the user states.
 
+With rollout.keep_kv, an engine first gets those of the carried groups that it has sampled before, and last those of
+other engines, whose KV cache it lacks.
+
 Only the choice of engines depends on time. Which groups a batch has, and their seeds, do not.
 """
 
@@ -70,6 +73,11 @@ class Task:
     is_followed: bool = False  # the leader wants to know how far it is; see GroupProgress
     round: int = 0  # in the phase rollout: the round of the step, under which the group is recorded; 0: it is not
 
+    @property
+    def prompt_key(self) -> tuple[int, int]:
+        """What names its prompt in all rounds."""
+        return self.prompt.epoch, self.prompt.id
+
 
 @dataclass(frozen=True)
 class Pull(Message):
@@ -105,9 +113,15 @@ class BatchTime:
 
 
 class Dispatcher:
-    def __init__(self, mail: Mailbox, engines: Sequence[int], stated: Mapping[int, float] | None = None):
+    def __init__(
+        self,
+        mail: Mailbox,
+        engines: Sequence[int],
+        stated: Mapping[int, float] | None = None,
+        keeps_kv: bool = False,  # engines keep the KV cache of carried groups
+    ):
         """`engines` are the leads of all engines. `stated` are their shares of the work, which add up to 1."""
-        self._mail, self._stated = mail, stated
+        self._mail, self._stated, self._keeps_kv = mail, stated, keeps_kv
         self._lock = threading.Lock()
         self._opened_at = 0.0
         self._ended_at: dict[int, float] = {}  # engine lead -> when it had sampled its tasks; infinite until then
@@ -123,6 +137,7 @@ class Dispatcher:
         self._fit_at_once = True  # the engines can sample all groups of the open batch at once
         self._waiting: dict[int, Pull] = {}  # engine lead -> latest pull, until it is answered
         self._uses = dict.fromkeys(engines, EngineUse())  # since they were taken
+        self._caches: dict[tuple[int, int], int] = {}  # epoch and id of a prompt -> engine that sampled it last
         mail.on(Pull, self._on_pull)
 
     def open(self, tasks: Sequence[Task]) -> None:
@@ -130,6 +145,9 @@ class Dispatcher:
             self._opened_at, self._ended_at = time.monotonic(), {}
             is_mixed = any(task.is_carried for task in tasks)
             self._tasks.extend(mix(tasks, len(self._shares)) if is_mixed else tasks)
+            if is_mixed:  # what is not carried has ended
+                carried = {task.prompt_key for task in tasks if task.is_carried}
+                self._caches = {key: lead for key, lead in self._caches.items() if key in carried}
             self._room_of_group = self._tasks[0].sampling.room if self._tasks else 1.0
             self._speeds = self.measured.measure()
             self._shares = self._divide()
@@ -191,8 +209,23 @@ class Dispatcher:
                 self._ended_at[lead] = math.inf
                 self.num_taken[lead] += count
                 self._held[lead] += count
-                self._mail.send(lead, NewTasks([self._tasks.popleft() for _ in range(count)]))
+                self._mail.send(lead, NewTasks(self._take(lead, count)))
                 del self._waiting[lead]
+
+    def _take(self, lead: int, count: int) -> list[Task]:
+        """Take the next tasks for an engine."""
+        if not self._keeps_kv:
+            return [self._tasks.popleft() for _ in range(count)]
+
+        def place(task: Task) -> int:
+            holder = self._caches.get(task.prompt_key)
+            return 1 if holder is None else 0 if holder == lead else 2
+
+        taken = sorted(self._tasks, key=place)[:count]
+        keys = {(task.batch, task.position) for task in taken}
+        self._tasks = deque(task for task in self._tasks if (task.batch, task.position) not in keys)
+        self._caches |= {task.prompt_key: lead for task in taken if task.sampling.max_tokens_per_round}
+        return taken
 
     def _num_free(self, pull: Pull) -> int:
         """Return for how many groups of the open batch an engine has room. If it has none, it can always take one."""

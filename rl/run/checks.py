@@ -23,11 +23,6 @@ def check_settings(config: Config, placement: Placement) -> list[str]:
     shared = [rank for rank in placement.ranks("rollout") if placement.roles[rank] != ("rollout",)]
     others = f"{format_ranks(shared)} {'has' if len(shared) == 1 else 'have'} roles besides rollout"
     remedy = "separate the roles, for example placement.rollout=75% placement.actor=rest"
-    if config.rollout.keep_kv and shared:
-        raise ConfigError(
-            f"rollout.keep_kv: got true, but {others}; an engine keeps its KV cache between rounds only on ranks of "
-            f"its own. Set rollout.keep_kv=false, or {remedy}"
-        )
     if config.rollout.ahead and shared:
         raise ConfigError(
             f"rollout.ahead: got 1, but {others}; only an engine on ranks of its own can sample while the actors "
@@ -35,6 +30,12 @@ def check_settings(config: Config, placement: Placement) -> list[str]:
             "responses from holding up a step"
         )
     hosts = [rank for rank in placement.actors if "rollout" in placement.roles[rank]]
+    if config.rollout.keep_kv and config.rollout.sleep == "always" and hosts:
+        raise ConfigError(
+            f"rollout.keep_kv: got true with rollout.sleep=always, but {format_ranks(hosts)} "
+            f"{'is' if len(hosts) == 1 else 'are'} both actor and rollout, and an engine that sleeps during updates "
+            f"loses its KV cache. Leave rollout.sleep out, set rollout.keep_kv=false, or {remedy}"
+        )
     if config.actor.overlap and hosts:
         raise ConfigError(
             f"actor.overlap: got true, but {format_ranks(hosts)} {'is' if len(hosts) == 1 else 'are'} both actor and "

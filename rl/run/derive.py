@@ -39,6 +39,7 @@ from rl.run.slots import count_slots
 
 SLOTS, FRACTION, TOKENS = "rollout.max_num_seqs", "rollout.gpu_memory_fraction", "actor.max_tokens_per_micro_batch"
 OFFLOAD, RECOMPUTE, SLEEP = "actor.offload", "actor.recompute", "rollout.sleep"
+KEEP_KV = "rollout.keep_kv"
 ON_CPU = {SLOTS: 256, FRACTION: 0.85, TOKENS: 8192, OFFLOAD: "none", RECOMPUTE: "head", SLEEP: "never"}
 # For a model whose config.json has no sizes that are known here.
 CAUTIOUS = {FRACTION: 0.5, TOKENS: 8192, OFFLOAD: "rollout", RECOMPUTE: "head", SLEEP: "always"}
@@ -173,7 +174,7 @@ class _Search:
     def choose(self, given: Config) -> _Found:
         config, longest, limit = given, longest_sequence(given), given.actor.max_tokens_per_micro_batch
         if config.rollout.sleep == "auto":
-            config = with_values(config, {SLEEP: "always"})
+            config = with_values(config, {SLEEP: "never" if self._keeps_kv(config) else "always"})
         needed = self._peaks.num_tokens(config, limit or ENOUGH_TOKENS)
         slots, policy = config.rollout.max_num_seqs, self._models.policy
         engine = engine_memory(config, policy.shape, policy.size, slots, self._num_sequences)
@@ -230,12 +231,19 @@ class _Search:
             return "never", "no engine shares a GPU with a learner"
         if not self._trains:
             return "always", "no update follows"
+        if self._keeps_kv(config):
+            return "never", "rollout.keep_kv, and an engine that sleeps loses its KV cache"
         if any(role.is_offloaded for role in shared):
             return "always", "state is offloaded while the engine works"
         together = max(self._peaks.of_learner(with_values(config, {SLEEP: "never"}), engine).values())
         enough = int(AWAKE_SHARE * self._card.usable)
         needs = f"engine and learner need {format_bytes(together)} together"
         return ("never", needs) if together <= enough else ("always", f"{needs}, more than {format_bytes(enough)}")
+
+    def _keeps_kv(self, config: Config) -> bool:
+        """Return whether an engine on a learner's GPU must keep its KV cache during updates."""
+        is_shared = any(role.engine and role.states for role in self._peaks.roles(config))
+        return config.rollout.keep_kv and self._trains and is_shared
 
     def _budget(self, config: Config, engine: EngineMemory, needed: int) -> _Budget:
         """Return what is left for an engine beside a micro-batch of `needed` tokens, and then for micro-batches."""
@@ -270,6 +278,9 @@ class _Search:
         most = self._card.fraction(max(0.0, for_engine))
         if engine.total <= for_engine:
             return min(self._card.fraction(engine.total, rounds_up=True), most), parts
+        if config.rollout.sleep == "never" and engine.enough <= for_engine:  # the rest is for larger micro-batches
+            enough = min(self._card.fraction(engine.enough, rounds_up=True), most)
+            return enough, f"{format_bytes(engine.enough_kv)} of KV cache for responses of usual length"
         return most, f"what the learner leaves free; all sequences would need {parts}"
 
     def _problem(
@@ -311,15 +322,20 @@ class _Search:
 
     def _remedy_of_sleep(self, given: Config) -> list[str]:
         """Return how to let engine and learner take turns, if that is enough."""
-        if given.rollout.sleep != "never" or self.choose(with_values(given, {SLEEP: "auto"})).problem:
+        remedies = self._words_of_turns(given)
+        if not remedies or self.choose(with_values(given, {SLEEP: "auto", KEEP_KV: False})).problem:
             return []
-        return [f"leave {SLEEP} out"]
+        return remedies
+
+    def _words_of_turns(self, given: Config) -> list[str]:
+        """Return what to change so that engine and learner take turns, if the user has asked for the opposite."""
+        words = [f"set {KEEP_KV}=false"] if self._keeps_kv(given) else []
+        words += [f"leave {SLEEP} out"] if given.rollout.sleep == "never" else []
+        return [" and ".join(words)] if words else []
 
     def _remedies_of_update(self, config: Config, given: Config, engine: EngineMemory) -> list[str]:
         """Return what would lower the peak of an update."""
-        remedies, longest = [], longest_sequence(config)
-        if given.rollout.sleep == "never":
-            remedies.append(f"leave {SLEEP} out")
+        remedies, longest = self._words_of_turns(given), longest_sequence(config)
         if given.actor.recompute == "none" and not self.choose(with_values(given, {RECOMPUTE: "head"})).problem:
             remedies.append(f"set {RECOMPUTE}=head")
         if {given.actor.offload, given.actor.recompute} != {"auto"}:

@@ -17,6 +17,7 @@ from transformers import AutoConfig
 from rl.config.schema import Config
 from rl.data.batch import empty_batch
 from rl.model.logprobs import score_responses
+from rl.model.shards import reshard
 
 NUM_TOKENS = 24
 LIMITS = {"float32": 1e-3, "bfloat16": 0.25}  # kernels in bfloat16 differ by 0.03-0.05; wrong weights by more than 1
@@ -41,9 +42,14 @@ def make_probe(vocab_size: int, max_tokens: int, limit: float) -> Probe:
 
 @torch.no_grad()
 def learner_logprobs(model: nn.Module, tokens: list[int], device: torch.device) -> list[float]:
-    """Return the logprobs of all tokens but the first. This is a collective, since the model is sharded."""
+    """Return the logprobs of all tokens but the first. This is a collective, since the model is sharded.
+
+    The model is left sharded, on all actors alike: one that still had gathered parameters would leave their next
+    collective out.
+    """
     with _not_compiled(device):
         logits = score_responses(model, empty_batch(), 1.0, device, probe=tokens).probe_logits[:-1]
+    reshard(model)
     targets = torch.tensor(tokens[1:], device=device).unsqueeze(1)
     return torch.log_softmax(logits, -1).gather(1, targets).squeeze(1).tolist()
 

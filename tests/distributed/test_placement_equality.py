@@ -29,8 +29,9 @@ PLACEMENTS = {
     "rollout 2, actor 2": ("placement.rollout=0-1", "placement.actor=2-3"),
     "tensor parallel 2, 2 replicas": ("rollout.tensor_parallel_size=2", "actor.num_replicas=2"),
     "hybrid, inference 2": ("placement.inference=0-1", "placement.rollout=2", "placement.actor,rollout=3"),
+    "hybrid, 2 actors without engines": ("placement.rollout=0", "placement.actor,rollout=1", "placement.actor=2-3"),
 }
-SLOW = ("rollout 2, actor 2", "tensor parallel 2, 2 replicas", "hybrid, inference 2")
+SLOW = tuple(name for name in PLACEMENTS if name != "rollout 2, inference 1, actor 1")
 
 
 @pytest.fixture(scope="module")

@@ -43,14 +43,17 @@ from tests.rounds_runs import (
 
 pytestmark = pytest.mark.timeout(330)  # the first test waits for the fixture's runs
 LIMITS = (0, 3, 5)  # tokens per round; 0: no limit
+PARTLY_SHARED = ["placement.rollout=0", "placement.actor,rollout=1", "placement.actor=2"]
 # Number of ranks, overrides, and what is broken.
 PLACEMENTS: dict[str, tuple[int, list[str], str]] = {
     "collocated": (2, [], ""),
     "disaggregated": (3, ["placement.rollout=0-1", "placement.actor=2"], "slow engine"),
     "tensor parallel, 2 replicas": (2, ["rollout.tensor_parallel_size=2", "actor.num_replicas=2"], ""),
+    "one of two actors has an engine": (3, PARTLY_SHARED, ""),
 }
 ALL = [(placement, limit) for placement in PLACEMENTS for limit in LIMITS]
 SLOW = [(placement, limit) for placement, limit in ALL if limit == 5 and placement != "collocated"]
+SLOW.append(("one of two actors has an engine", 0))
 QUICK = [key for key in ALL if key not in SLOW]
 
 
@@ -396,3 +399,29 @@ def test_real_tokens_do_not_depend_on_the_limit(tmp_path: Path) -> None:
     assert_same_responses([*results.values()], num_groups=8)
     lengths = {len(tokens) for samples in responses_of(results[tmp_path / "0"]).values() for tokens in samples}
     assert len(lengths) > 2, "responses of many lengths are needed"
+
+
+KEPT_PLACEMENTS = {
+    "collocated": [],
+    "disaggregated": ["placement.rollout=0-1", "placement.actor=2"],
+    "one of two actors has an engine": PARTLY_SHARED,
+}
+LONG = Setting(**REAL_SHAPE | {"lr": 0.0, "max_new_tokens": 60}, max_tokens_per_round=30)
+BLOCK = 32  # tokens of the KV cache; a prompt and 30 tokens fill one block
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_kept_kv_caches_are_used_in_every_placement(tmp_path: Path) -> None:
+    """All responses take two rounds. Both have the same weights, so tokens are those of a run that computes again."""
+    settings = [*LONG.overrides, "debug.mean_response_tokens=60", f"rollout.engine_options={{block_size: {BLOCK}}}"]
+    described: dict[Path, Run] = {tmp_path / "again": (2, settings, "")}
+    for name, place in KEPT_PLACEMENTS.items():
+        described[tmp_path / name] = (2 if not place else 3, [*settings, *place, "rollout.keep_kv=true"], "")
+    results = run_forked(described, REAL, timeout_s=500)
+    assert_same_responses([*results.values()], num_groups=LONG.num_steps * LONG.num_prompts)
+    assert all(row["rollout/kept_kv_tokens"] == 0 for row in results[tmp_path / "again"].metrics)
+    for name in KEPT_PLACEMENTS:
+        kept = [row["rollout/kept_kv_tokens"] for row in results[tmp_path / name].metrics]
+        # An engine that was slow in one round leaves some of its groups to the other one.
+        assert sum(kept) > 0.75 * LONG.num_steps * LONG.num_prompts * LONG.num_samples * BLOCK, (name, kept)

@@ -315,6 +315,29 @@ def test_weights_that_make_room_for_an_engine_that_needs_none(settings: list[str
     assert check_settings(always, placed(always, 2)) == []
 
 
+KEPT = ["rollout.max_new_tokens=8192", "rollout.max_tokens_per_round=1024", "rollout.keep_kv=true"]
+
+
+def test_an_engine_that_keeps_its_kv_cache_stays_awake() -> None:
+    """It gets a cache for responses of usual length, so that the update has room for whole micro-batches."""
+    usual, kept = found("135M", 1, H200, *KEPT[:2]), found("135M", 1, H200, *KEPT)
+    assert (usual.values[SLEEP], kept.values[SLEEP]) == ("always", "never")
+    assert kept.reasons[SLEEP] == "rollout.keep_kv, and an engine that sleeps loses its KV cache"
+    assert kept.values[FRACTION] < usual.values[FRACTION] / 2
+    assert "of KV cache for responses of usual length" in kept.reasons[FRACTION]
+    assert values_of(kept)[2:] == values_of(usual)[2:] == (48_640, "none", "none")
+    assert found("135M", 1, H200, *KEPT, trains=False).values[SLEEP] == "always", "no update follows"
+    apart = found("135M", 2, H200, *KEPT, "placement.rollout=0", "placement.actor=1")
+    assert apart.reasons[SLEEP] == "no engine shares a GPU with a learner"
+
+
+@pytest.mark.parametrize(("sleep", "words"), [("auto", ""), ("never", f" and leave {SLEEP} out")])
+def test_a_run_that_does_not_fit_may_let_the_kv_cache_go(sleep: str, words: str) -> None:
+    given = [f"{SLEEP}={sleep}", f"{FRACTION}=0.8", f"{OFFLOAD}=none", f"{RECOMPUTE}=full"]
+    assert f"; set rollout.keep_kv=false{words}" in found("1.7B", 1, 80, *KEPT, *given).problem
+    assert not found("1.7B", 1, 80, *KEPT[:2], *given[1:]).problem.count("keep_kv")
+
+
 def test_an_engine_that_must_stay_awake_leaves_less_to_the_update() -> None:
     """On 96 GB, an engine of 62 GB and a state of 27 GB leave no room for micro-batches as large as usual."""
     usual, awake = (found("1.7B", 1, 96, *settings) for settings in ([], [f"{SLEEP}=never"]))

@@ -22,11 +22,11 @@ def make_tasks(count: int, batch: int = 1) -> list[Task]:
 class Hall:
     """The dispatcher on the leader, and the leads of two engines, or of the engines that `stated` gives shares."""
 
-    def __init__(self, stated: dict[int, float] | None = None) -> None:
+    def __init__(self, stated: dict[int, float] | None = None, keeps_kv: bool = False) -> None:
         self.mails = [Mailbox(rank, "127.0.0.1", b"key") for rank in range(3)]
         for mail in self.mails:
             mail.learn({other.rank: other.contact for other in self.mails})
-        self.dispatcher = Dispatcher(self.mails[LEADER], [*(stated or (FIRST, SECOND))], stated)
+        self.dispatcher = Dispatcher(self.mails[LEADER], [*(stated or (FIRST, SECOND))], stated, keeps_kv)
 
     def pull(self, engine: int, held: int = 0, room: float = 100, step_s: float = 0.0) -> None:
         """Ask for groups, and report 40 decode steps with 16 sequences if `step_s` is given."""
@@ -57,7 +57,7 @@ class Hall:
 
 @pytest.fixture
 def hall(request: pytest.FixtureRequest) -> Iterator[Hall]:
-    hall = Hall(getattr(request, "param", None))
+    hall = Hall(**getattr(request, "param", {}))
     yield hall
     for mail in hall.mails:
         mail.close()
@@ -90,6 +90,40 @@ def test_every_engine_gets_carried_groups_of_all_ages(hall: Hall) -> None:
     assert hall.positions(FIRST) == [0, 2, 4, 6]
     hall.pull(SECOND)
     assert hall.positions(SECOND) == [1, 3, 5, 7]
+
+
+def carried_tasks(rows: list[int], num_new: int, batch: int) -> list[Task]:
+    """The next round: groups of the last one whose prompts are these rows, and new ones."""
+    sampling = replace(SAMPLING, max_tokens_per_round=1)
+    old = [Task(batch, place, 7, Prompt(row, 4, "p", "a", [row]), sampling, 3, True) for place, row in enumerate(rows)]
+    rows_of_new = range(100 * batch, 100 * batch + num_new)
+    return old + [
+        Task(batch, len(old) + place, 7, Prompt(row, 4, "p", "a", [row]), sampling, 3)
+        for place, row in enumerate(rows_of_new)
+    ]
+
+
+@pytest.mark.parametrize("hall", [{"keeps_kv": True}], indirect=True)
+def test_an_engine_continues_the_groups_whose_kv_cache_it_keeps(hall: Hall) -> None:
+    """Its own first, then new ones. It takes those of the other engine only if nothing else is left for its share."""
+    hall.dispatcher.open(carried_tasks([], 8, batch=1))
+    hall.pull(FIRST)
+    assert hall.positions(FIRST) == [0, 1, 2, 3]
+    hall.pull(SECOND)
+    assert hall.positions(SECOND) == [4, 5, 6, 7]
+    hall.dispatcher.open(carried_tasks([107, 102, 104, 100], 4, batch=2))
+    hall.pull(FIRST, room=3)
+    assert hall.positions(FIRST) == [1, 3, 4], "102, 100 and a new one"
+    hall.pull(SECOND)
+    assert hall.positions(SECOND) == [0, 2, 6, 5], "107, 104 and new ones"
+    hall.pull(FIRST, room=1, held=3)
+    assert hall.positions(FIRST) == [7]
+    # The first engine has sampled only 100 of these, and has three as its share.
+    hall.dispatcher.open(carried_tasks([107, 104, 201, 202, 100], 0, batch=3))
+    hall.pull(FIRST)
+    assert hall.positions(FIRST) == [4, 0, 2], "100, and two of the other engine"
+    hall.pull(SECOND)
+    assert hall.positions(SECOND) == [1, 3]
 
 
 def test_no_more_than_there_is_room(hall: Hall) -> None:
@@ -161,14 +195,14 @@ def test_waiting_pulls_are_answered_when_a_batch_opens(hall: Hall) -> None:
     assert hall.silent(FIRST)  # its pull was answered; it did not ask again
 
 
-@pytest.mark.parametrize("hall", [{LEADER: 0.5, FIRST: 0.5}], indirect=True)
+@pytest.mark.parametrize("hall", [{"stated": {LEADER: 0.5, FIRST: 0.5}}], indirect=True)
 def test_the_leaders_own_engine_pulls_too(hall: Hall) -> None:
     hall.pull(LEADER)
     hall.dispatcher.open(make_tasks(2))
     assert hall.positions(LEADER) == [0]
 
 
-@pytest.mark.parametrize("hall", [{FIRST: 2 / 3, SECOND: 1 / 3}], indirect=True)
+@pytest.mark.parametrize("hall", [{"stated": {FIRST: 2 / 3, SECOND: 1 / 3}}], indirect=True)
 def test_stated_shares_are_exact(hall: Hall) -> None:
     """Two thirds of 10 are 6.67, so the first engine gets 7 of them, however slow it is. The rest waits."""
     hall.dispatcher.open(make_tasks(10))

@@ -116,6 +116,10 @@ SHARED = {
         *("--plan", "--nproc-per-node=4", "placement.rollout=0", "placement.actor,rollout=1-2", "placement.actor=3"),
         *("rollout.max_tokens_per_round=2", "rollout.keep_kv=true"),
     ],
+    "kept KV caches of engines that sleep": [
+        *("--plan", "--nproc-per-node=4", "placement.rollout=0", "placement.actor,rollout=1-2", "placement.actor=3"),
+        *("rollout.max_tokens_per_round=2", "rollout.keep_kv=true", "rollout.sleep=always"),
+    ],
     "a round ahead": ["--plan", "placement.rollout=0", "placement.actor=1", "rollout.ahead=1"],
     "a round ahead with a limit": [
         *("--plan", "--nproc-per-node=4", "placement.rollout=0", "placement.inference=1", "placement.actor=rest"),
@@ -609,9 +613,9 @@ def test_the_runs_own_warnings_are_notes(answers: dict[str, Answer]) -> None:
     assert account in answer.section("note")
 
 
-def test_engines_of_their_own_may_keep_kv_caches(answers: dict[str, Answer]) -> None:
-    answer = answers["kept KV caches"]
-    assert (answer.code, answer.stderr) == (0, "")
+@pytest.mark.parametrize("command", ["kept KV caches", "kept KV caches on shared ranks"])
+def test_engines_may_keep_kv_caches(answers: dict[str, Answer], command: str) -> None:
+    assert (answers[command].code, answers[command].stderr) == (0, "")
 
 
 def test_engines_of_their_own_may_sample_ahead(answers: dict[str, Answer]) -> None:
@@ -808,10 +812,10 @@ def test_nodes_of_different_sizes_and_their_shares(answers: dict[str, Answer]) -
             ],
         ),
         (
-            "kept KV caches on shared ranks",
+            "kept KV caches of engines that sleep",
             [
-                "rollout.keep_kv: got true, but ranks 1-2 have roles besides rollout",
-                "Set rollout.keep_kv=false, or separate the roles",
+                "rollout.keep_kv: got true with rollout.sleep=always, but ranks 1-2 are both actor and rollout",
+                "Leave rollout.sleep out, set rollout.keep_kv=false, or separate the roles",
                 "for example placement.rollout=75% placement.actor=rest",
             ],
         ),
