@@ -31,7 +31,7 @@ They are the same in every run, so runs with different settings can be compared:
 
     python benchmarks/step.py --model qwen2.5-1.5b --new-tokens 8192 --mean-new-tokens 1000
     python benchmarks/step.py --model qwen2.5-1.5b --new-tokens 8192 --mean-new-tokens 1000 --warm-up 4 \\
-        rollout.max_tokens_per_round=2048
+        rollout.max_tokens_per_round=2048 rollout.keep_kv=true
 
 Steps then differ in their work, so all seconds are means, and rates are totals over all measured steps. Each run saves
 the groups that it trains on, and their lengths are the work in the figures. algo.correction is none: with a limit per
@@ -40,6 +40,7 @@ round, a correction would cost a pass for old logprobs, which it does not cost w
     tokens_per_step, length_mean, length_max        of the responses that were trained on
     lag_mean, lag_max               of their tokens
     carried                         mean number of groups that a step leaves unfinished
+    kept_kv_tokens                  of carried responses that a step's rounds found in the KV cache, on average
 """
 
 import argparse
@@ -72,6 +73,7 @@ from rl.data.batch import Batch
 from rl.data.group_file import groups_from_bytes
 from rl.run.derive import ON_CPU
 
+MISMATCH = "policy/mismatch_kl"  # a step all of whose tokens have a lag has none
 STAGES = ("handover", "rollout", "logprobs", "advantages", "update", "sync")
 
 
@@ -169,6 +171,7 @@ def summary_of_different_lengths(
         "lag_mean": round(lag / sum(row["rollout/tokens"] for row in measured), 3),
         "lag_max": int(max(row.get("rollout/lag_max", 0) for row in measured)),
         "carried": round(mean("rollout/carried"), 1),
+        "kept_kv_tokens": round(mean("rollout/kept_kv_tokens")),
     }
 
 
@@ -196,7 +199,7 @@ def main() -> None:
             figures = summary(measured, args, inputs)
         ends = {
             "steps_s": [round(row["time/step"], 2) for row in measured],
-            "mismatch_kl": max(row["policy/mismatch_kl"] for row in measured),
+            "mismatch_kl": max((row[MISMATCH] for row in measured if MISMATCH in row), default=None),
             "settings": args.settings,
             "update_memory_gb": update_memory(measured),
             "start": start,

@@ -104,7 +104,8 @@ SMOKE = {  # by program; what follows a comma names another run of it
         "rollout.max_tokens_per_round=4 model.dtype=float32",
         "parameters seconds_per_step tokens_per_s prompt_tokens steps rounds tokens_per_step length_mean length_max "
         "lag_mean lag_max carried mean_new_tokens",
-        "seconds mfu_update mfu_update_with_attention mfu_logprobs peak_memory_gib mismatch_kl settings derived",
+        "seconds mfu_update mfu_update_with_attention mfu_logprobs peak_memory_gib mismatch_kl settings derived "
+        "kept_kv_tokens",
     ),
     "suggest": Smoke("--ranks 2 --mean 8 --steps 3 --step-ms 10 --start turns", "ranks mean steps step_ms", "starts"),
     "traffic": Smoke(
