@@ -13,6 +13,7 @@ from rl.config.schema import CheckpointConfig, ConfigError
 from rl.data.rollout_state import RolloutState
 from rl.learner.critic import CriticTrainer
 from rl.learner.policy import PolicyTrainer
+from rl.model.shards import reshard
 from rl.watch.reports import UnhealthyRun
 
 SaveAction = Literal["save", "stop", "save and fail", "fail"]  # the actions of rl/world/orders.py that save or end
@@ -164,6 +165,8 @@ class Checkpoints:
         self._saver.wait_committed()
         step, state, rank_state, write_groups = self._ended
         trainers = [self._learner] if self._critic is None else [self._learner, self._critic]
+        for each in trainers:  # on all actors alike, because a batch may be half trained on
+            reshard(each.model)
         snapshot = Snapshot(
             step=step,
             parts=[part for each in trainers for part in each.state_slices(with_frozen=False)]

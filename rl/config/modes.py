@@ -150,7 +150,7 @@ def for_evaluation(config: Config, option: str = "--eval-only") -> Config:
         )
     return dataclasses.replace(
         config,
-        rollout=dataclasses.replace(config.rollout, ahead=0),
+        rollout=dataclasses.replace(config.rollout, ahead=0, keep_kv=False),
         actor=dataclasses.replace(config.actor, overlap=False),
         eval=dataclasses.replace(config.eval, interval=config.eval.interval or 1),
     )

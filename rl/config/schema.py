@@ -250,7 +250,8 @@ class RolloutConfig:
     keep_kv: bool = key(
         False,
         "With max_tokens_per_round: continue responses with the KV cache of older weights. Saves prefill, but recorded "
-        "logprobs then belong to no single version, and an engine on an actor's GPU keeps its memory during updates.",
+        "logprobs then belong to no single version, tokens depend on timing, and an engine on an actor's GPU keeps its "
+        "memory during updates.",
     )
     tensor_parallel_size: int = key(1, "Number of consecutive ranks of one node that share an engine.", POSITIVE)
     max_num_seqs: int = key(

@@ -184,6 +184,11 @@ class PolicyTrainer(ShardedTrainer):
         measures.mean("policy/kl_old_new", kl.sum(), count)
         measures.mean("policy/entropy", scores.entropy.sum(), count)
 
+    def _step(self, mini_batch: Batch, denominator: Tensor, measures: Measures) -> None:
+        if self._reference is not None:  # before an engine needs the memory, and on all actors alike
+            reshard(self._reference())
+        super()._step(mini_batch, denominator, measures)
+
     def _reference_of(self, micro_batch: Batch) -> Reference | None:
         if self._reference is None:
             return None

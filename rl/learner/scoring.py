@@ -148,17 +148,11 @@ class LocalScorer(Scorer):
         self._offloader = Offloader(part.data for part in parts)
 
     def offload(self) -> None:
-        self._reshard_reference()  # an update with kl_estimator=full has gathered its parameters
         self._offloader.offload()
 
     def reload(self) -> None:
         self._offloader.start_reload()
         self._offloader.wait()
-
-    def _reshard_reference(self) -> None:
-        """Free the gathered root parameters of the reference. Those of the policy stay for the update that follows."""
-        if self._reference is not None:
-            reshard(self._reference)
 
     def score(self, batch: Batch, version: int) -> Batch:
         if not self._fields:
@@ -168,7 +162,8 @@ class LocalScorer(Scorer):
         for limit in dict.fromkeys(limits.values()):
             cuts[limit] = cut_together(batch, limit, models.hidden_size, self._pg)
         scores = models.score(self._fields, batch, {name: cuts[limit] for name, limit in limits.items()})
-        self._reshard_reference()
+        if self._reference is not None:  # the parameters of the policy stay for the update that follows
+            reshard(self._reference)
         return batch.replace(**scores)
 
 

@@ -86,7 +86,7 @@ class EngineMemory:
 
     weights: int
     kv: int  # for all of its sequences at full length
-    enough_kv: int  # for those of a step at a length that most do not exceed
+    enough_kv: int  # for all of them at a length that most do not exceed; with keep_kv, for those of a step
     least_kv: int  # for one sequence
     other: int  # activations, logits, graphs
     beside: int  # what sampling takes besides the share of the GPU that vLLM is given
@@ -106,25 +106,24 @@ class EngineMemory:
 
 
 def engine_memory(
-    config: Config, shape: ModelShape, size: ModelSize, num_slots: int, num_sequences: int
+    config: Config, shape: ModelShape, size: ModelSize, num_slots: int, num_sequences: int, num_of_step: int = 0
 ) -> EngineMemory:
-    """Estimate an engine that decodes `num_slots` sequences at once, and in training `num_sequences`.
-
-    With a limit per round, these are twice as many as a step has. But most of those that are carried over end soon.
-    """
+    """Estimate an engine that decodes `num_slots` sequences at once, and in training `num_sequences`. `num_of_step` are
+    those that it starts in a step; 0: all of them."""
     dtype, rollout, tp = DTYPE_BYTES[config.model.dtype], config.rollout, config.rollout.tensor_parallel_size
     of_token = 2 * dtype * shape.num_layers * -(-shape.num_kv_heads // tp) * shape.head_dim
     shares_prompts = rollout.engine_options.get("enable_prefix_caching") is not False
     num_prompts = -(-num_sequences // rollout.num_samples_per_prompt) if shares_prompts else num_sequences
     longest, prompt = config.max_training_tokens, config.data.max_prompt_tokens
 
-    def kv_of(num_new_tokens: int, share: float = 1.0) -> int:
+    def kv_of(num_new_tokens: int) -> int:
         """The samples of a prompt share its KV cache. Their own part of it begins and ends in the middle of a block."""
-        return int(share * of_token * (num_sequences * (num_new_tokens + 2 * BLOCK) + num_prompts * prompt))
+        return of_token * (num_sequences * (num_new_tokens + 2 * BLOCK) + num_prompts * prompt)
 
     least = of_token * (config.max_sequence_tokens + 2 * BLOCK)  # of an evaluation too, or vLLM refuses to start
-    usual, of_step = min(longest, max(LONG_RESPONSE, longest // 4)), 0.5 if rollout.max_rounds > 1 else 1.0
-    whole, enough = max(least, kv_of(longest)), max(least, kv_of(usual, of_step))
+    whole, enough = max(least, kv_of(longest)), max(least, kv_of(min(longest, max(LONG_RESPONSE, longest // 4))))
+    if rollout.keep_kv and 0 < num_of_step < num_sequences:  # it is in the learner's way, and many responses end soon
+        enough = max(least, enough * num_of_step // num_sequences)
     if rollout.kv_cache_mb:
         whole = enough = rollout.kv_cache_mb << 20
     num_batched = rollout.engine_options.get("max_num_batched_tokens")

@@ -84,7 +84,6 @@ class Rollouts(Service):
         balancer: Balancer,
         all_failed: type[Exception] | None = None,  # raised if no sample can be scored; see FailureLog
         overlap: OverlapService | None = None,  # trains on groups while others are sampled
-        keeps_kv: bool = False,  # engines keep the KV cache of carried groups
     ):
         self._world, self._mail, self._actors, self.service = world, world.mail, placement.actors, service
         self._num_mini_batches, self._balancer = num_mini_batches, balancer
@@ -102,7 +101,7 @@ class Rollouts(Service):
             self._failures = FailureLog(world.mail, all_failed)
             world.at_end(self._failures.summarize)
             leads = [ranks[0] for ranks in placement.engines]
-            self._dispatcher = Dispatcher(world.mail, leads, placement.engine_shares, keeps_kv)
+            self._dispatcher = Dispatcher(world.mail, leads, placement.engine_shares)
             followers_of_any = {rank for ranks in placement.engines for rank in ranks[1:]}
             heads = [rank for rank in placement.actors if rank not in followers_of_any]
             self._gate = OrderGate(world.mail, len(placement.actors), heads)

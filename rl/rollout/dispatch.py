@@ -9,8 +9,7 @@ equal shares. When few groups are left, a slow engine takes none that faster one
 
 With placement.rank_weights, each engine gets exactly the share that the user states.
 
-With rollout.keep_kv, an engine first gets those of the carried groups that it has sampled before, and last those of
-other engines, whose KV cache it lacks.
+With rollout.keep_kv, an engine first gets those of the carried groups whose KV cache it has (task_queue.py).
 
 Only the choice of engines depends on time. Which groups a batch has, and their seeds, do not.
 """
@@ -20,13 +19,13 @@ import random
 import statistics
 import threading
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rl.data.prompts import Prompt, sample_seed
 from rl.rollout.shares import divide, mix, share_by_speed
 from rl.rollout.speeds import EngineSpeeds, StepTimes
+from rl.rollout.task_queue import TaskQueue
 from rl.rollout.use import EngineUse
 from rl.world.messages import Letter, Mailbox, Message
 
@@ -44,6 +43,7 @@ class Sampling:
     answer_of: str = ""  # name of the reward function that also extracts the final answer; empty: none
     mean_tokens: int = 0  # if set, the length of each response is drawn; see `length`
     length_seed: int = 0  # run.seed, also if responses themselves have no seeds
+    keeps_kv: bool = False  # carried responses continue with the KV cache of older weights
     room: float = 1.0  # that a group takes in an engine, compared with a group of the training
 
     def length(self, prompt: Prompt, sample: int) -> int:
@@ -74,9 +74,9 @@ class Task:
     round: int = 0  # in the phase rollout: the round of the step, under which the group is recorded; 0: it is not
 
     @property
-    def prompt_key(self) -> tuple[int, int]:
-        """What names its prompt in all rounds."""
-        return self.prompt.epoch, self.prompt.id
+    def cache_key(self) -> str:
+        """What names its KV cache in all rounds; empty: it is not kept."""
+        return f"{self.prompt.epoch}/{self.prompt.id}" if self.sampling.keeps_kv else ""
 
 
 @dataclass(frozen=True)
@@ -113,42 +113,36 @@ class BatchTime:
 
 
 class Dispatcher:
-    def __init__(
-        self,
-        mail: Mailbox,
-        engines: Sequence[int],
-        stated: Mapping[int, float] | None = None,
-        keeps_kv: bool = False,  # engines keep the KV cache of carried groups
-    ):
+    def __init__(self, mail: Mailbox, engines: Sequence[int], stated: Mapping[int, float] | None = None):
         """`engines` are the leads of all engines. `stated` are their shares of the work, which add up to 1."""
-        self._mail, self._stated, self._keeps_kv = mail, stated, keeps_kv
+        self._mail, self._stated = mail, stated
         self._lock = threading.Lock()
         self._opened_at = 0.0
         self._ended_at: dict[int, float] = {}  # engine lead -> when it had sampled its tasks; infinite until then
-        self._tasks: deque[Task] = deque()
+        self._tasks = TaskQueue[Task]()
         self.measured = EngineSpeeds(engines)
         self._speeds = dict.fromkeys(engines, 1.0)
         self._shares = dict.fromkeys(engines, 0)  # of the open batch, by engine lead
         self.num_taken = dict.fromkeys(engines, 0)  # of the open batch
         self._num_idle = dict.fromkeys(engines, 0)  # batches in a row of which an engine took nothing
         self._pulls: dict[int, Pull] = {}  # engine lead -> latest pull
-        self._room_of_group = 1.0  # Sampling.room of the open batch
+        self._sampling: Sampling | None = None  # of tasks that wait
         self._held = dict.fromkeys(engines, 0)
         self._fit_at_once = True  # the engines can sample all groups of the open batch at once
         self._waiting: dict[int, Pull] = {}  # engine lead -> latest pull, until it is answered
         self._uses = dict.fromkeys(engines, EngineUse())  # since they were taken
-        self._caches: dict[tuple[int, int], int] = {}  # epoch and id of a prompt -> engine that sampled it last
+        self._caches: dict[str, int] = {}  # key of a KV cache -> engine that has it
         mail.on(Pull, self._on_pull)
 
     def open(self, tasks: Sequence[Task]) -> None:
         with self._lock:
             self._opened_at, self._ended_at = time.monotonic(), {}
-            is_mixed = any(task.is_carried for task in tasks)
-            self._tasks.extend(mix(tasks, len(self._shares)) if is_mixed else tasks)
-            if is_mixed:  # what is not carried has ended
-                carried = {task.prompt_key for task in tasks if task.is_carried}
-                self._caches = {key: lead for key, lead in self._caches.items() if key in carried}
-            self._room_of_group = self._tasks[0].sampling.room if self._tasks else 1.0
+            if carried := {task.cache_key for task in tasks if task.is_carried}:
+                self._caches = {key: lead for key, lead in self._caches.items() if key in carried}  # others have ended
+                tasks = mix(tasks, len(self._shares))
+            for task in tasks:
+                self._tasks.add(task, self._caches.get(task.cache_key))
+            self._sampling = waiting.sampling if (waiting := self._tasks.any) is not None else None
             self._speeds = self.measured.measure()
             self._shares = self._divide()
             for lead, taken in self.num_taken.items():
@@ -161,7 +155,7 @@ class Dispatcher:
         """Return how many of the waiting groups are the share of each engine."""
         if self._stated is not None:
             return divide(len(self._tasks), self._stated)
-        num_samples = self._tasks[0].sampling.num_samples if self._tasks else 1
+        num_samples = self._sampling.num_samples if self._sampling is not None else 1
         return share_by_speed(len(self._tasks), self._speeds, self.measured.overhead / num_samples)
 
     def time_batch(self) -> BatchTime | None:
@@ -209,27 +203,15 @@ class Dispatcher:
                 self._ended_at[lead] = math.inf
                 self.num_taken[lead] += count
                 self._held[lead] += count
-                self._mail.send(lead, NewTasks(self._take(lead, count)))
+                taken = self._tasks.take(lead, count)
+                self._caches |= {task.cache_key: lead for task in taken if task.cache_key}
+                self._mail.send(lead, NewTasks(taken))
                 del self._waiting[lead]
-
-    def _take(self, lead: int, count: int) -> list[Task]:
-        """Take the next tasks for an engine."""
-        if not self._keeps_kv:
-            return [self._tasks.popleft() for _ in range(count)]
-
-        def place(task: Task) -> int:
-            holder = self._caches.get(task.prompt_key)
-            return 1 if holder is None else 0 if holder == lead else 2
-
-        taken = sorted(self._tasks, key=place)[:count]
-        keys = {(task.batch, task.position) for task in taken}
-        self._tasks = deque(task for task in self._tasks if (task.batch, task.position) not in keys)
-        self._caches |= {task.prompt_key: lead for task in taken if task.sampling.max_tokens_per_round}
-        return taken
 
     def _num_free(self, pull: Pull) -> int:
         """Return for how many groups of the open batch an engine has room. If it has none, it can always take one."""
-        return max(math.floor(pull.room / self._room_of_group + 1e-6), 0 if pull.held else 1)
+        room_of_group = self._sampling.room if self._sampling is not None else 1.0
+        return max(math.floor(pull.room / room_of_group + 1e-6), 0 if pull.held else 1)
 
     def _num_allowed(self, lead: int, num_held: int) -> int:
         """Return how many groups an engine may take now, if it has room."""

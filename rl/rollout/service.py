@@ -104,14 +104,12 @@ class RolloutService(Service):
         max_num_groups: int,  # of the training, sampled at the same time
         run_seed: int | None,  # None: responses differ between runs
         leader: int,  # the rank that hands out tasks
-        keeps_kv: bool = False,  # carried responses continue with the KV cache of older weights
     ):
         """Set `conversations` before the first task, if samples are conversations."""
         self.host, self._followers = host, Followers(world.mail, host.followers)
         self._world, self._mail = world, world.mail
         self._scoring = None if rewards is None else Scoring(rewards, tokenizer)
         self._max_num_groups, self._run_seed, self._leader = max_num_groups, run_seed, leader
-        self._keeps_kv = keeps_kv
         self._groups: dict[tuple[int, int], Group] = {}  # unfinished, by batch and position
         self._to_restart: list[Group] = []  # groups of a failed engine, until the new engine has weights
         self._is_rebuilt = False  # the engine was replaced, and has sampled nothing yet
@@ -237,7 +235,7 @@ class RolloutService(Service):
         task = group.task
         group.num_preemptions += completion.num_preemptions
         if task.is_carried:
-            group.num_kept_tokens += completion.num_cached_tokens if self._keeps_kv else 0
+            group.num_kept_tokens += completion.num_cached_tokens if task.cache_key else 0
         if self.conversations is not None:
             goes_on = self.conversations.take(group, sample, completion)
             if (ended := group.late.pop(sample, None)) is not None:
@@ -353,7 +351,7 @@ class RolloutService(Service):
         else:
             for group in groups:
                 group.count_read_tokens()
-            self.add_requests(make_requests(groups, self._run_seed, self._keeps_kv))
+            self.add_requests(make_requests(groups, self._run_seed))
 
     def add_requests(self, requests: list[Request]) -> None:
         """Give requests to the engine, on all of its ranks. Called on the lead."""
@@ -397,7 +395,7 @@ class RolloutService(Service):
         self._mail.send(task.owner, message, payload=rollouts.to_bytes())
 
 
-def make_requests(groups: Iterable[Group], run_seed: int | None, keeps_kv: bool = False) -> list[Request]:
+def make_requests(groups: Iterable[Group], run_seed: int | None) -> list[Request]:
     """Return one request per response that has not ended. Without `run_seed`, the engine's own generator is used."""
     requests = []
     for group in groups:
@@ -414,7 +412,7 @@ def make_requests(groups: Iterable[Group], run_seed: int | None, keeps_kv: bool 
                     max_tokens=min(num_left, sampling.max_tokens_per_round or num_left),
                     seed=None if run_seed is None else sample_seed(run_seed, prompt.epoch, prompt.id, sample),
                     noise=response.noise,
-                    cache_key=f"{prompt.epoch}/{prompt.id}" if keeps_kv and sampling.max_tokens_per_round else "",
+                    cache_key=group.task.cache_key,
                 )
             )
     return requests

@@ -102,7 +102,7 @@ class Conversations:
             max_tokens=int(min(num_left, room, of_round, of_turn)),
             seed=seed,
             noise=turn.response.noise,
-            cache_key=f"{prompt.epoch}/{prompt.id}" if self._config.rollout.keep_kv else "",
+            cache_key=group.task.cache_key,
         )
         group.num_read_tokens += len(request.tokens)
         group.writing.add(sample)

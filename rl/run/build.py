@@ -111,10 +111,8 @@ def build_actor(run: Run, trains: bool = True) -> Actor:
 
     has_engines = bool(run.placement.engines)
     all_failed = error_if_all_fail(config, is_resumed=trains and resume is not None) if has_engines else None
-    num_mini_batches, keeps_kv = config.algo.num_mini_batches, config.rollout.keep_kv
-    rollouts = Rollouts(
-        run.world, run.placement, num_mini_batches, service, execute, balancer, all_failed, overlap, keeps_kv
-    )
+    num_mini_batches = config.algo.num_mini_batches
+    rollouts = Rollouts(run.world, run.placement, num_mini_batches, service, execute, balancer, all_failed, overlap)
     if run.stored is not None and run.data is not None:
         rollouts.use_archive(run.stored.groups, samples=functools.partial(_skip_missing, run))
     sampler = build_sampler(run, rollouts, trains)
@@ -223,6 +221,7 @@ def build_sampler(run: Run, rollouts: Rollouts, trains: bool) -> Sampler:
         rollout.max_tokens_per_round,
         mean_tokens=config.debug.mean_response_tokens,
         length_seed=config.run.seed,
+        keeps_kv=rollout.keep_kv,
     )
     state, held = _restore_rollouts(run, stream) if trains else (ScheduleState(), HeldGroups())
     schedule = Schedule(plan_schedule(config, run.start_step), state)

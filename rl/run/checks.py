@@ -98,12 +98,17 @@ def _warn_of_moves(config: Config) -> list[str]:
         offloads["critic"] = config.critic.offload
     if config.algo.kl_coef:
         offloads["reference"] = config.reference.offload
+    if config.rollout.keep_kv:
+        got, remedy = "rollout.keep_kv=true", "set rollout.keep_kv=false, or leave"
+    elif config.rollout.sleep == "never":
+        got, remedy = "rollout.sleep=never", "leave rollout.sleep or"
+    else:
+        return []
     return [
-        f"{name}.offload: got rollout with rollout.sleep=never. The engine keeps its memory during updates, so weights "
-        "must fit beside it anyway, and moving them for each rollout only takes time; leave rollout.sleep or "
-        f"{name}.offload out"
+        f"{name}.offload: got rollout with {got}. The engine keeps its memory during updates, so weights must fit "
+        f"beside it anyway, and moving them for each rollout only takes time; {remedy} {name}.offload out"
         for name, offload in offloads.items()
-        if offload == "rollout" and config.rollout.sleep == "never"
+        if offload == "rollout"
     ]
 
 

@@ -35,7 +35,7 @@ from rl.run.peaks import (
     longest_sequence,
     state_in_update,
 )
-from rl.run.slots import count_slots
+from rl.run.slots import Slots, count_slots
 
 SLOTS, FRACTION, TOKENS = "rollout.max_num_seqs", "rollout.gpu_memory_fraction", "actor.max_tokens_per_micro_batch"
 OFFLOAD, RECOMPUTE, SLEEP = "actor.offload", "actor.recompute", "rollout.sleep"
@@ -130,11 +130,13 @@ def derive(
         config = with_values(config, {SLOTS: slots.number})
     if models is None:
         values = {name: value for name, value in CAUTIOUS.items() if name in names}
+        if config.rollout.keep_kv and trains and SLEEP in names:  # an engine that sleeps would lose its KV cache
+            values[SLEEP] = "never"
         reasons |= dict.fromkeys(values, "a cautious value, because config.json of the model has no known sizes")
         return Derived(with_values(config, values), {name: reasons[name] for name in names})
     device_bytes = device_bytes // GIB * GIB or device_bytes  # cards of the same kind differ by a few MB
     card = Card(device_bytes, max(placement.nodes.sizes) if config.debug.share_gpu else 1)
-    search = _Search(placement, models, card, min(slots.num_sequences, config.rollout.max_num_seqs), trains)
+    search = _Search(placement, models, card, slots, config.rollout.max_num_seqs, trains)
     found = search.choose(config)
     values = {FRACTION: found.fraction, TOKENS: found.tokens, **found.others}
     reasons |= found.reasons
@@ -166,9 +168,10 @@ class _Budget(NamedTuple):
 
 
 class _Search:
-    def __init__(self, placement: Placement, models: Models, card: Card, num_sequences: int, trains: bool):
+    def __init__(self, placement: Placement, models: Models, card: Card, slots: Slots, limit: int, trains: bool):
         self._placement, self._models, self._card, self._trains = placement, models, card, trains
-        self._num_sequences, self._peaks = num_sequences, Peaks(placement, models, card, trains)
+        self._num_sequences, self._num_of_step = min(slots.num_sequences, limit), min(slots.num_of_step, limit)
+        self._peaks = Peaks(placement, models, card, trains)
         self._busiest = UPDATE if trains else LOADING  # when the learner needs the most
 
     def choose(self, given: Config) -> _Found:
@@ -177,16 +180,20 @@ class _Search:
             config = with_values(config, {SLEEP: "never" if self._keeps_kv(config) else "always"})
         needed = self._peaks.num_tokens(config, limit or ENOUGH_TOKENS)
         slots, policy = config.rollout.max_num_seqs, self._models.policy
-        engine = engine_memory(config, policy.shape, policy.size, slots, self._num_sequences)
+        engine = engine_memory(config, policy.shape, policy.size, slots, self._num_sequences, self._num_of_step)
         budgets = [self._budget(each, engine, needed) for each in _candidates(config)]
-        most, share = max(each.for_engine for each in budgets), config.rollout.gpu_memory_fraction
+        weighed, share = budgets, config.rollout.gpu_memory_fraction
+        if self._keeps_kv(config):  # a larger cache is not worth weights in host memory
+            fast = [each for each in budgets if each.num_tokens >= needed and each.config.actor.offload != "always"]
+            weighed = fast or budgets
+        most = max(each.for_engine for each in weighed)
         enough = min(share * self._card.whole, most) if share else min(engine.enough, NEAR * most)
         if config.rollout.kv_cache_mb:  # then vLLM does not use the share
             enough = min(engine.total, most)
         fitting = [each for each in budgets if each.num_tokens >= needed and each.for_engine >= enough]
         best = fitting[0] if fitting else budgets[-1]
         room = max(best.num_tokens, 0)
-        tokens = int(min(max(_aim_tokens(policy), longest), room)) // ROUND_TOKENS * ROUND_TOKENS
+        tokens = int(min(self._aim(config), room)) // ROUND_TOKENS * ROUND_TOKENS
         tokens = limit or max(tokens, longest, ROUND_TOKENS)
         fraction, why = self._fraction(best.config, best.for_engine, engine)
         config = with_values(best.config, {TOKENS: tokens, FRACTION: fraction})
@@ -240,6 +247,10 @@ class _Search:
         needs = f"engine and learner need {format_bytes(together)} together"
         return ("never", needs) if together <= enough else ("always", f"{needs}, more than {format_bytes(enough)}")
 
+    def _aim(self, config: Config) -> int:
+        """Return how many tokens a micro-batch should have if there is memory for them."""
+        return max(_aim_tokens(self._models.policy), longest_sequence(config))
+
     def _keeps_kv(self, config: Config) -> bool:
         """Return whether an engine on a learner's GPU must keep its KV cache during updates."""
         is_shared = any(role.engine and role.states for role in self._peaks.roles(config))
@@ -278,9 +289,14 @@ class _Search:
         most = self._card.fraction(max(0.0, for_engine))
         if engine.total <= for_engine:
             return min(self._card.fraction(engine.total, rounds_up=True), most), parts
-        if config.rollout.sleep == "never" and engine.enough <= for_engine:  # the rest is for larger micro-batches
-            enough = min(self._card.fraction(engine.enough, rounds_up=True), most)
-            return enough, f"{format_bytes(engine.enough_kv)} of KV cache for responses of usual length"
+        if config.rollout.sleep == "never" and engine.enough < for_engine:
+            wanted = self._peaks.num_tokens(config, config.actor.max_tokens_per_micro_batch or self._aim(config))
+            shared = [role for role in self._peaks.roles(config) if role.engine and role.states]
+            beside = min(self._peaks.left_for_engine(config, role, engine, wanted) for role in shared)
+            return self._card.fraction(min(max(beside, engine.enough), for_engine)), (
+                f"what micro-batches of {wanted:,} tokens leave free, and at least {format_bytes(engine.enough_kv)} of "
+                "KV cache"
+            )
         return most, f"what the learner leaves free; all sequences would need {parts}"
 
     def _problem(
@@ -335,7 +351,8 @@ class _Search:
 
     def _remedies_of_update(self, config: Config, given: Config, engine: EngineMemory) -> list[str]:
         """Return what would lower the peak of an update."""
-        remedies, longest = self._words_of_turns(given), longest_sequence(config)
+        turns = self._remedy_of_sleep(given) if given.rollout.keep_kv else self._words_of_turns(given)
+        remedies, longest = turns, longest_sequence(config)
         if given.actor.recompute == "none" and not self.choose(with_values(given, {RECOMPUTE: "head"})).problem:
             remedies.append(f"set {RECOMPUTE}=head")
         if {given.actor.offload, given.actor.recompute} != {"auto"}:

@@ -62,8 +62,8 @@ def build_rollout_service(run: Run) -> RolloutService | None:
     world.at_end(lambda: host.engine.close())
     # Requests without seeds use each rank's generator. Other code uses it too, so ranks could sample different tokens.
     run_seed = config.run.seed if config.rollout.deterministic or seat.tp_size > 1 else None
-    leader, max_num_groups, keeps_kv = run.placement.leader, config.rollout.max_num_groups, config.rollout.keep_kv
-    service = RolloutService(world, host, run.rewards, run.tokenizer, max_num_groups, run_seed, leader, keeps_kv)
+    leader, max_num_groups = run.placement.leader, config.rollout.max_num_groups
+    service = RolloutService(world, host, run.rewards, run.tokenizer, max_num_groups, run_seed, leader)
     if run.conversations is not None:
         service.conversations = Conversations(run.conversations.send, service.add_requests, config, run_seed)
     if run.stored is not None and host.is_lead:

@@ -11,6 +11,7 @@ MIN_SLOTS, MAX_SLOTS, MAX_EVAL_SLOTS = 8, 1024, 256
 class Slots(NamedTuple):
     number: int  # rollout.max_num_seqs
     num_sequences: int  # that the engine has at once in training; more than `number` if it cannot have all at once
+    num_of_step: int  # that it starts in a step
     reason: str
 
 
@@ -24,6 +25,7 @@ def count_slots(
     if share < 1 and not (are_alike or largest_share):  # how much faster they are is not known yet
         share, extra = min(1.0, 2 * share), ["engines that are faster than others"]
     num_sequences = math.ceil(num_prompts * share - 1e-9) * num_samples
+    num_of_step = num_sequences
     if config.rollout.max_rounds > 1:
         num_sequences, extra = 2 * num_sequences, [*extra, "responses that are carried over"]
     why = "the sequences of a step per engine"
@@ -38,4 +40,4 @@ def count_slots(
             wanted, why = num_evaluated, "those of an evaluation, which has more than a step"
     if wanted > MAX_SLOTS:
         why = f"the most that is derived; a step has {num_sequences:,} per engine"
-    return Slots(min(MAX_SLOTS, max(MIN_SLOTS, -(-wanted // 8) * 8)), num_sequences, why)
+    return Slots(min(MAX_SLOTS, max(MIN_SLOTS, -(-wanted // 8) * 8)), num_sequences, num_of_step, why)

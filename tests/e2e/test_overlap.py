@@ -198,9 +198,9 @@ def ranks_of(launcher: int) -> list[psutil.Process]:
     return [child for child in psutil.Process(launcher).children() if "train.py" in command_of(child)]
 
 
-def launch(folder: Path, overrides: Sequence[str]) -> Any:
+def launch(folder: Path, num_ranks: int, overrides: Sequence[str]) -> Any:
     arguments = [f"run.dir={folder}", "run.name=run", FAKE, "eval.interval=0", "debug.save_rollouts=true"]
-    return start("--nproc-per-node=3", "train.py", *arguments, *overrides)
+    return start(f"--nproc-per-node={num_ranks}", "train.py", *arguments, *overrides)
 
 
 def has_passes(trace: Path, since: float) -> bool:
@@ -210,14 +210,17 @@ def has_passes(trace: Path, since: float) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("num_actors", [2, 4])
 def test_a_save_and_a_stop_while_a_batch_is_half_trained_on(
-    model: Path, runs: dict[str, Result], tmp_path: Path
+    model: Path, runs: dict[str, Result], tmp_path: Path, num_actors: int
 ) -> None:
     """The checkpoint holds the step before, exactly: a fork and the resumed run equal an undisturbed one."""
     functions, serial = held_functions(tmp_path, model, 2, awaited="go"), runs["serial"]
-    # With replicas, each rank holds the sum of its own gradients until the last part.
-    overrides = [*shape(model), *KL, *TWO, "actor.num_replicas=2", *functions, OVERLAP, "reward.timeout_s=100"]
-    process = launch(tmp_path, overrides)
+    # Each of two replicas holds the sum of its own gradients until the last part. If it has two shards, they stay
+    # gathered, and the ranks that write a checkpoint belong to different replicas.
+    num_ranks, place = num_actors + 1, ["placement.rollout=0", "placement.actor=rest", "actor.num_replicas=2"]
+    overrides = [*shape(model), *KL, *place, *functions, OVERLAP, "reward.timeout_s=100"]
+    process = launch(tmp_path, num_ranks, overrides)
     metrics, committed = tmp_path / "run/metrics.jsonl", tmp_path / "run/checkpoints/step_1/COMMITTED"
     until(lambda: metrics.exists() and '"step": 1,' in metrics.read_text(), "step 1 ends")
     until(lambda: has_passes(tmp_path / "trace", metrics.stat().st_mtime), "step 2 is half trained on")
@@ -230,10 +233,10 @@ def test_a_save_and_a_stop_while_a_batch_is_half_trained_on(
     (tmp_path / "go").touch()
     fork = tmp_path / "fork"
     saved = tmp_path / "run/checkpoints/step_1"
-    forked = run_forked({fork: (3, [*overrides, f"checkpoint.resume={saved}"], "")})[fork]
+    forked = run_forked({fork: (num_ranks, [*overrides, f"checkpoint.resume={saved}"], "")})[fork]
     for row, wanted in zip(forked.metrics, serial.metrics[1:], strict=True):
         assert learnt(row) == pytest.approx(learnt(wanted), rel=1e-5, abs=1e-5)
-    resumed = launch(tmp_path, overrides)
+    resumed = launch(tmp_path, num_ranks, overrides)
     output = finish(resumed, 100)
     assert resumed.returncode == 0, output[-3000:]
     assert_equal(Result(output, tmp_path / "run"), serial)
@@ -274,7 +277,7 @@ def test_real_engines(tmp_path: Path) -> None:
 def test_a_checkpoint_with_groups_in_flight_is_refused(model: Path, tmp_path: Path) -> None:
     rounds = [*shape(model), *TWO, "algo.old_logprobs=rollout", "rollout.max_tokens_per_round=3", "train.num_steps=1"]
     train(tmp_path / "run", 3, FAKE, "eval.interval=0", *rounds)
-    process = launch(tmp_path, [*shape(model), *TWO, OVERLAP])
+    process = launch(tmp_path, 3, [*shape(model), *TWO, OVERLAP])
     output = finish(process, 100)
     assert process.returncode != 0
     assert "actor.overlap: got true, but the checkpoint of step 1 holds" in output

@@ -211,6 +211,11 @@ ALGORITHMS: dict[str, Run] = {
         "",
     ),
     "an engine fails": (2, [], "engine, once"),
+    "full KL, one of two actors has an engine": (
+        3,
+        ["algo.kl_coef=0.1", "algo.kl_estimator=full", *PARTLY_SHARED],
+        "",
+    ),
     "actor with engine, engine alone": (2, ["placement.rollout=0", "placement.actor,rollout=1"], ""),
 }
 # Runs whose responses have drawn lengths, without seeds of the tokens.

@@ -22,11 +22,11 @@ def make_tasks(count: int, batch: int = 1) -> list[Task]:
 class Hall:
     """The dispatcher on the leader, and the leads of two engines, or of the engines that `stated` gives shares."""
 
-    def __init__(self, stated: dict[int, float] | None = None, keeps_kv: bool = False) -> None:
+    def __init__(self, stated: dict[int, float] | None = None) -> None:
         self.mails = [Mailbox(rank, "127.0.0.1", b"key") for rank in range(3)]
         for mail in self.mails:
             mail.learn({other.rank: other.contact for other in self.mails})
-        self.dispatcher = Dispatcher(self.mails[LEADER], [*(stated or (FIRST, SECOND))], stated, keeps_kv)
+        self.dispatcher = Dispatcher(self.mails[LEADER], [*(stated or (FIRST, SECOND))], stated)
 
     def pull(self, engine: int, held: int = 0, room: float = 100, step_s: float = 0.0) -> None:
         """Ask for groups, and report 40 decode steps with 16 sequences if `step_s` is given."""
@@ -57,7 +57,7 @@ class Hall:
 
 @pytest.fixture
 def hall(request: pytest.FixtureRequest) -> Iterator[Hall]:
-    hall = Hall(**getattr(request, "param", {}))
+    hall = Hall(getattr(request, "param", None))
     yield hall
     for mail in hall.mails:
         mail.close()
@@ -94,7 +94,7 @@ def test_every_engine_gets_carried_groups_of_all_ages(hall: Hall) -> None:
 
 def carried_tasks(rows: list[int], num_new: int, batch: int) -> list[Task]:
     """The next round: groups of the last one whose prompts are these rows, and new ones."""
-    sampling = replace(SAMPLING, max_tokens_per_round=1)
+    sampling = replace(SAMPLING, max_tokens_per_round=1, keeps_kv=True)
     old = [Task(batch, place, 7, Prompt(row, 4, "p", "a", [row]), sampling, 3, True) for place, row in enumerate(rows)]
     rows_of_new = range(100 * batch, 100 * batch + num_new)
     return old + [
@@ -103,7 +103,6 @@ def carried_tasks(rows: list[int], num_new: int, batch: int) -> list[Task]:
     ]
 
 
-@pytest.mark.parametrize("hall", [{"keeps_kv": True}], indirect=True)
 def test_an_engine_continues_the_groups_whose_kv_cache_it_keeps(hall: Hall) -> None:
     """Its own first, then new ones. It takes those of the other engine only if nothing else is left for its share."""
     hall.dispatcher.open(carried_tasks([], 8, batch=1))
@@ -195,14 +194,14 @@ def test_waiting_pulls_are_answered_when_a_batch_opens(hall: Hall) -> None:
     assert hall.silent(FIRST)  # its pull was answered; it did not ask again
 
 
-@pytest.mark.parametrize("hall", [{"stated": {LEADER: 0.5, FIRST: 0.5}}], indirect=True)
+@pytest.mark.parametrize("hall", [{LEADER: 0.5, FIRST: 0.5}], indirect=True)
 def test_the_leaders_own_engine_pulls_too(hall: Hall) -> None:
     hall.pull(LEADER)
     hall.dispatcher.open(make_tasks(2))
     assert hall.positions(LEADER) == [0]
 
 
-@pytest.mark.parametrize("hall", [{"stated": {FIRST: 2 / 3, SECOND: 1 / 3}}], indirect=True)
+@pytest.mark.parametrize("hall", [{FIRST: 2 / 3, SECOND: 1 / 3}], indirect=True)
 def test_stated_shares_are_exact(hall: Hall) -> None:
     """Two thirds of 10 are 6.67, so the first engine gets 7 of them, however slow it is. The rest waits."""
     hall.dispatcher.open(make_tasks(10))

@@ -76,7 +76,10 @@ def test_requests_ask_for_what_is_left() -> None:
         Request("2/3/1", [11, 12, 7], sampling, 4, seeds[1], b"x"),
         Request("2/3/2", [11, 12, 1, 2, 3, 4], sampling, 2, seeds[2], b"y"),
     ]
-    assert [each.cache_key for each in make_requests([group], None, keeps_kv=True)] == ["1/9", "1/9"]
+    assert [each.cache_key for each in make_requests([group], None)] == ["", ""]
+    kept = Group(replace(task, sampling=replace(sampling, keeps_kv=True)), carried=group.carried)
+    kept.begin()
+    assert [each.cache_key for each in make_requests([kept], None)] == ["1/9", "1/9"]
     assert group.again().responses == [] and group.again().carried == group.carried
 
 
@@ -143,10 +146,3 @@ def test_a_carried_response_beyond_its_drawn_length_gets_one_more_token() -> Non
     group.begin()
     assert sampling.length(PROMPT, 0) < 80
     assert [each.max_tokens for each in make_requests([group], run_seed=0)] == [1]
-
-
-def test_an_evaluation_never_uses_the_cache_of_older_weights() -> None:
-    """Its prompts are the same every time, so a key without the version finds entries of the evaluation before."""
-    group = Group(Task(2, 3, 0, PROMPT, Sampling(2, 1.0, 6), version=7))  # an evaluation has no limit per round
-    group.begin()
-    assert {each.cache_key for each in make_requests([group], run_seed=0, keeps_kv=True)} == {""}
