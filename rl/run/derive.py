@@ -291,8 +291,8 @@ class _Search:
             return min(self._card.fraction(engine.total, rounds_up=True), most), parts
         if config.rollout.sleep == "never" and engine.enough < for_engine:
             wanted = self._peaks.num_tokens(config, config.actor.max_tokens_per_micro_batch or self._aim(config))
-            shared = [role for role in self._peaks.roles(config) if role.engine and role.states]
-            beside = min(self._peaks.left_for_engine(config, role, engine, wanted) for role in shared)
+            roles = [role for role in self._peaks.roles(config) if role.engine]
+            beside = min(self._peaks.left_for_engine(config, role, engine, wanted) for role in roles)
             return self._card.fraction(min(max(beside, engine.enough), for_engine)), (
                 f"what micro-batches of {wanted:,} tokens leave free, and at least {format_bytes(engine.enough_kv)} of "
                 "KV cache"
