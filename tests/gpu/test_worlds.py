@@ -134,6 +134,19 @@ def test_rounds_of_a_few_tokens(limit: int, tmp_path: Path) -> None:
     assert max(row.get("policy/mismatch_kl", 0.0) for row in rows) < MAX_MISMATCH_KL
 
 
+def test_a_kv_cache_survives_updates_on_the_same_gpu(tmp_path: Path) -> None:
+    """The engine stays awake, and reads only new prompts and what fills no block. An evaluation comes in between."""
+    options = ["rollout.keep_kv=true", "rollout.max_tokens_per_round=64", "train.num_steps=6", "eval.interval=3"]
+    options += [f"data.eval={os.environ['ONEWORLD_PROMPTS']}", "eval.num_prompts=4"]
+    result = train(tmp_path / "run", 1, *settings(), *options, timeout_s=500)
+    rows = result.metrics
+    names = ("rollout/kept_kv_tokens", "rollout/carried", "rollout/prefix_hit_rate", "policy/mismatch_kl")
+    print("\n" + json.dumps({name: [row.get(name) for row in rows] for name in names}), flush=True)
+    assert "rollout.sleep=never" in result.output
+    assert all(row["rollout/kept_kv_tokens"] > 0 for row in rows[1:])
+    assert max(row.get("policy/mismatch_kl", 0.0) for row in rows) < MAX_MISMATCH_KL
+
+
 def test_a_checkpoint_holds_the_policy_and_another_placement_goes_on_from_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
