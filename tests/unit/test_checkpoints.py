@@ -66,7 +66,8 @@ class Learner(SimpleNamespace):
     """Its logits are the number of the update that they come from; -1 of a forward without one."""
 
     def __init__(self) -> None:
-        super().__init__(num_updates=0, kl_coef=0.0, probe_tokens=[1], probe_logits=None, offloads=False)
+        model = torch.nn.Module()
+        super().__init__(num_updates=0, kl_coef=0.0, probe_tokens=[1], probe_logits=None, offloads=False, model=model)
 
     def update(self) -> None:
         self.probe_logits = torch.tensor(self.num_updates)  # by the policy before
