@@ -137,7 +137,8 @@ class Dispatcher:
     def open(self, tasks: Sequence[Task]) -> None:
         with self._lock:
             self._opened_at, self._ended_at = time.monotonic(), {}
-            if carried := {task.cache_key for task in tasks if task.is_carried}:
+            if any(task.is_carried for task in tasks):
+                carried = {task.cache_key for task in tasks if task.is_carried}
                 self._caches = {key: lead for key, lead in self._caches.items() if key in carried}  # others have ended
                 tasks = mix(tasks, len(self._shares))
             for task in tasks:

@@ -351,8 +351,8 @@ class _Search:
 
     def _remedies_of_update(self, config: Config, given: Config, engine: EngineMemory) -> list[str]:
         """Return what would lower the peak of an update."""
-        turns = self._remedy_of_sleep(given) if given.rollout.keep_kv else self._words_of_turns(given)
-        remedies, longest = turns, longest_sequence(config)
+        remedies = self._remedy_of_sleep(given) if given.rollout.keep_kv else self._words_of_turns(given)
+        longest = longest_sequence(config)
         if given.actor.recompute == "none" and not self.choose(with_values(given, {RECOMPUTE: "head"})).problem:
             remedies.append(f"set {RECOMPUTE}=head")
         if {given.actor.offload, given.actor.recompute} != {"auto"}:
