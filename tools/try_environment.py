@@ -159,7 +159,8 @@ class TriedConversation:
     def _show_prompt(self, ask: Ask) -> None:
         """Print what the model reads: at first the whole prompt, then what was added to it."""
         turns = self._group.conversations[0].turns
-        before = turns[ask.turn - 1].prompt + turns[ask.turn - 1].response.tokens if ask.turn else []
+        last = turns[ask.turn - 1] if ask.turn else None
+        before = [] if last is None else [*last.prompt, *last.response.tokens]
         goes_on = bool(before) and ask.prompt[: len(before)] == before
         added = ask.prompt[len(before) :] if goes_on else ask.prompt
         if goes_on:

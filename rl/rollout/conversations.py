@@ -47,7 +47,7 @@ class RecordedConversation:
     @property
     def last_tokens(self) -> list[int]:
         """Return what the model has written in its last turn."""
-        return self.turns[-1].response.tokens if self.turns else []
+        return self.turns[-1].response.tokens.tolist() if self.turns else []
 
     @property
     def record(self) -> Record:
@@ -58,7 +58,7 @@ class RecordedConversation:
         """Return the turns for the conversation server. The last one goes on, so its tokens are left out."""
         last = len(self.turns) - 1
         return [
-            Recorded(turn.prompt, turn.response.tokens if index < last else [], turn.messages, turn.is_cut)
+            Recorded(turn.prompt, turn.response.tokens.tolist() if index < last else [], turn.messages, turn.is_cut)
             for index, turn in enumerate(self.turns)
         ]
 

@@ -1,8 +1,11 @@
-"""The responses of a group: as lists while an engine samples them, and as a Batch in messages and files."""
+"""The responses of a group: as arrays while an engine samples them, and as a Batch in messages and files.
+
+Between two rounds, a carried group passes through both forms. Arrays are copied as memory then, not value by value.
+"""
 
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -10,23 +13,36 @@ from rl.data.batch import Batch
 from rl.rollout.engine import Completion
 
 
-@dataclass
+@dataclass(init=False)
 class Response:
     """A response so far. After a round it has ended, or continues from `noise` in the next one."""
 
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    noise: bytes = b""  # see Completion
-    is_ended: bool = False
-    is_truncated: bool = False
-    reward: float = 0.0  # once it has ended and was scored
+    tokens: "array[int]"  # Python 3.11 cannot evaluate this type
+    logprobs: "array[float]"
+    versions: "array[int]"
+    noise: bytes  # see Completion
+    is_ended: bool
+    is_truncated: bool
+    reward: float  # once it has ended and was scored
+
+    def __init__(
+        self,
+        tokens: Iterable[int] | bytes = (),  # bytes: the values as they lie in memory
+        logprobs: Iterable[float] | bytes = (),
+        versions: Iterable[int] | bytes = (),
+        noise: bytes = b"",
+        is_ended: bool = False,
+        is_truncated: bool = False,
+        reward: float = 0.0,
+    ):
+        self.tokens, self.logprobs, self.versions = array("q", tokens), array("f", logprobs), array("i", versions)
+        self.noise, self.is_ended, self.is_truncated, self.reward = noise, is_ended, is_truncated, reward
 
     def add(self, completion: Completion, version: int) -> None:
         """Add what an engine has sampled."""
-        self.tokens += completion.tokens
-        self.logprobs += completion.logprobs
-        self.versions += [version] * len(completion.tokens)
+        self.tokens.fromlist(completion.tokens)
+        self.logprobs.fromlist(completion.logprobs)
+        self.versions += array("i", [version]) * len(completion.tokens)
         self.noise = completion.noise
 
     def append(self, completion: Completion, version: int, max_new_tokens: int, length: int | None = None) -> None:
@@ -43,16 +59,16 @@ class Response:
 
 def pack_group(prompt: list[int], position: int, responses: Sequence[Response]) -> Batch:
     """Return the ragged batch of one group, in the order of its samples."""
-    tokens, logprobs, versions = array("q"), array("f"), array("i")  # four times as fast as lists
-    loss_mask, num_before = bytearray(), len(prompt)
+    tokens, logprobs, versions, loss_mask = array("q"), array("f"), array("i"), bytearray()
+    num_before = len(prompt)
     before = array("q", prompt), array("f", [0.0]) * num_before, array("i", [-1]) * num_before
     for response in responses:
         tokens += before[0]
-        tokens.fromlist(response.tokens)
+        tokens += response.tokens
         logprobs += before[1]
-        logprobs.fromlist(response.logprobs)
+        logprobs += response.logprobs
         versions += before[2]
-        versions.fromlist(response.versions)
+        versions += response.versions
         loss_mask += bytes(num_before) + b"\1" * len(response.tokens)
     count = len(responses)
     batch = Batch(
@@ -83,13 +99,12 @@ def pad_noise(noise: Sequence[bytes]) -> torch.Tensor:
 def unpack_group(batch: Batch) -> list[Response]:
     """Return the responses of an unfinished group."""
     assert batch.ended is not None and batch.noise is not None
-    spans, ended, noise = batch.response_spans(), batch.ended.tolist(), batch.noise.numpy()
-    rewards, truncated = batch.rewards.tolist(), batch.truncated.tolist()
-    responses = []
-    for index, (first, end) in enumerate(spans):
-        fields = (batch.tokens, batch.rollout_logprobs, batch.versions)
+    fields = [each.numpy() for each in (batch.tokens, batch.rollout_logprobs, batch.versions)]
+    ended, truncated, rewards = (each.tolist() for each in (batch.ended, batch.truncated, batch.rewards))
+    noise, responses = batch.noise.numpy(), []
+    for index, (first, end) in enumerate(batch.response_spans()):
         state = b"" if ended[index] else noise[index].tobytes()
-        tokens, logprobs, versions = (each[first:end].tolist() for each in fields)
+        tokens, logprobs, versions = (each[first:end].tobytes() for each in fields)
         rest = (ended[index], truncated[index], rewards[index])
         responses.append(Response(tokens, logprobs, versions, state, *rest))
     return responses

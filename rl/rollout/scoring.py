@@ -74,6 +74,6 @@ class Scoring:
 
     def _show(self, group: Group, number: int) -> str:
         sample, prompt = group.samples[number], group.task.prompt
-        tokens = sample.tokens if isinstance(sample, Response) else sample.last_tokens
+        tokens = sample.tokens.tolist() if isinstance(sample, Response) else sample.last_tokens
         text = self._tokenizer.decode(tokens, skip_special_tokens=True)
         return f"{prompt.place}, prompt: {quote(prompt.text)}, response: {quote(text)}"

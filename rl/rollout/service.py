@@ -120,6 +120,7 @@ class RolloutService(Service):
         self.recorder: Recorder | None = None  # in the phase rollout: writes groups to files
         self.conversations: Conversations | None = None  # on the lead, if samples are conversations
         self._room = 0.0  # for groups, that the leader knows of
+        self._has_news = False  # for the leader, who is told before the next step: carried groups come in numbers
         self._pull()
 
     @property
@@ -168,7 +169,7 @@ class RolloutService(Service):
                 group = self._groups[batch, position]
                 group.carried, group.records = letter.payload, records
                 self._begin([group])
-                self._pull()
+                self._has_news = True  # it may need less room than was thought
             case AddRequests(requests):
                 self._add(requests)
             case TurnAsked(ask):
@@ -214,6 +215,8 @@ class RolloutService(Service):
 
     def _sample(self) -> None:
         """Step the engine, and take what it has sampled."""
+        if self._has_news:
+            self._pull()
         self._followers.call(StepEngine())
         try:
             ended = self._meter.measure(self._step, self.engine, self._num_prompt_tokens)
@@ -249,7 +252,7 @@ class RolloutService(Service):
             response.append(completion, task.version, sampling.max_new_tokens, sampling.length(task.prompt, sample))
             if response.is_ended:
                 assert self._scoring is not None
-                self._scoring.add(EndedResponse(group, sample, response.tokens, {}))
+                self._scoring.add(EndedResponse(group, sample, response.tokens.tolist(), {}))
         group.running.discard(sample)
         self._deliver_if_done(group)
         return group.is_sampled
@@ -320,7 +323,7 @@ class RolloutService(Service):
 
     def _pull(self) -> None:
         if self.host.is_lead:
-            self._room = self._num_free
+            self._room, self._has_news = self._num_free, False
             pull = Pull(self._room, len(self._being_sampled), self._meter.take_times(), self._meter.take_use())
             self._mail.send(self._leader, pull)
 
@@ -407,7 +410,7 @@ def make_requests(groups: Iterable[Group], run_seed: int | None) -> list[Request
             requests.append(
                 Request(
                     id=group.request_id(sample),
-                    tokens=prompt.tokens + response.tokens,
+                    tokens=prompt.tokens + response.tokens.tolist(),
                     sampling=sampling,
                     max_tokens=min(num_left, sampling.max_tokens_per_round or num_left),
                     seed=None if run_seed is None else sample_seed(run_seed, prompt.epoch, prompt.id, sample),

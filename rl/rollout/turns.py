@@ -81,7 +81,7 @@ class Conversations:
         if ask.turn == len(conversation.turns):
             conversation.turns.append(RecordedTurn(ask.prompt, messages=ask.messages))
         turn, most = conversation.turns[ask.turn], self._config.max_tokens_after_prompt
-        begun = turn.response.tokens
+        begun = turn.response.tokens.tolist()
         num_left = sampling.max_new_tokens - conversation.num_tokens
         room = len(conversation.turns[0].prompt) + most - len(turn.prompt) - len(begun)
         if num_left <= 0 or room <= 0:
@@ -134,7 +134,7 @@ class Conversations:
             return False
         response.is_ended, response.noise, turn.is_cut = True, b"", finish == "length"
         group.waiting.add(sample)
-        self._send(SampledTurn(key, number, response.tokens, finish))
+        self._send(SampledTurn(key, number, response.tokens.tolist(), finish))
         return True
 
 

@@ -216,8 +216,8 @@ def test_a_save_and_a_stop_while_a_batch_is_half_trained_on(
 ) -> None:
     """The checkpoint holds the step before, exactly: a fork and the resumed run equal an undisturbed one."""
     functions, serial = held_functions(tmp_path, model, 2, awaited="go"), runs["serial"]
-    # Each of two replicas holds the sum of its own gradients until the last part. If it has two shards, its weights stay
-    # gathered, and the ranks that write a checkpoint belong to different replicas.
+    # Each of two replicas holds the sum of its own gradients until the last part. If it has two shards, its weights
+    # stay gathered, and the ranks that write a checkpoint belong to different replicas.
     num_ranks, place = num_actors + 1, ["placement.rollout=0", "placement.actor=rest", "actor.num_replicas=2"]
     overrides = [*shape(model), *KL, *place, *functions, OVERLAP, "reward.timeout_s=100"]
     process = launch(tmp_path, num_ranks, overrides)

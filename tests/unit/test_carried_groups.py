@@ -163,6 +163,7 @@ def test_room_is_counted_in_responses_that_still_run(worlds: list[World]) -> Non
     for position in range(4):
         bench.service.handle(Letter(1, CarriedGroup(1, position), carried))
     assert bench.service.engine.num_unfinished == 4  # the engine has room for 4 * 3 responses
+    bench.service.work()
     bench.mail.send(1, Mark())
     rooms = []
     while isinstance((letter := take(bench.leader, Pull, Mark)).message, Pull):

@@ -1,4 +1,4 @@
-"""The responses of a group over several rounds, as lists and as a Batch."""
+"""The responses of a group over several rounds, as arrays and as a Batch."""
 
 import statistics
 from dataclasses import replace
@@ -45,7 +45,7 @@ def test_only_max_new_tokens_truncates(limit: int, is_ended: bool, is_truncated:
     response.append(completion([3, 4], is_cut=True, noise=b"y"), 7, max_new_tokens=limit)
     assert (response.is_ended, response.is_truncated) == (is_ended, is_truncated)
     assert response.noise == (b"" if is_ended else b"y")
-    assert (response.tokens, response.versions) == ([1, 2, 3, 4], [6, 6, 7, 7])
+    assert (response.tokens.tolist(), response.versions.tolist()) == ([1, 2, 3, 4], [6, 6, 7, 7])
 
 
 def test_a_response_may_stop_exactly_at_the_limit() -> None:

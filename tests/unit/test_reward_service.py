@@ -193,7 +193,9 @@ def test_a_carried_group_takes_only_the_room_of_its_unfinished_responses(bench: 
         payload = pack_group([11], position, [ended] * (NUM_SAMPLES - 1) + [cut]).to_bytes()
         bench.service.handle(Letter(1, CarriedGroup(2, position), payload))
     assert bench.service.engine.num_unfinished == 3
-    assert bench.pulls()[-1] == (3, 3), "one response of each group needs as much room as one group"
+    assert bench.pulls() == [], "the leader is told once, before the next step"
+    bench.service.work()
+    assert bench.pulls()[0] == (3, 3), "one response of each group needs as much room as one group"
 
 
 def test_the_last_score_wakes_a_rank_that_serves(bench: Bench) -> None:

@@ -418,21 +418,21 @@ class Inputs:
     """vLLM's input processor, as far as requests go through it."""
 
     def __init__(self) -> None:
-        self.prompts: list[tuple[list[int], str, float]] = []
+        self.checked: list[tuple[list[int], float]] = []
 
     def process_inputs(self, name: str, prompt: Any, params: Any, supported_tasks: object) -> Any:
-        self.prompts.append((prompt["prompt_token_ids"], prompt["cache_salt"], params.temperature))
-        tokens, salt = prompt["prompt_token_ids"], prompt["cache_salt"]
+        tokens = prompt["prompt_token_ids"]
+        self.checked.append((tokens, params.temperature))
         from vllm.v1.engine import EngineCoreRequest
 
-        return EngineCoreRequest(name, tokens, None, params.clone(), None, 1.0, None, salt, None)
+        return EngineCoreRequest(name, tokens, None, params.clone(), None, 1.0, None, None, None)
 
     def assign_request_id(self, request: Any) -> None:
         assert request.external_req_id is None
         request.external_req_id, request.request_id = request.request_id, f"{request.request_id}-random"
 
 
-def test_requests_of_a_group_are_processed_once(engine: Any, llm: FakeVllm) -> None:
+def test_requests_with_the_same_sampling_are_checked_once(engine: Any, llm: FakeVllm) -> None:
     inputs = llm.llm_engine.input_processor = Inputs()
     llm.llm_engine.get_supported_tasks = lambda: ("generate",)
     warm, cold = Sampling(4, 1.0, 8), Sampling(4, 0.5, 8)
@@ -445,8 +445,9 @@ def test_requests_of_a_group_are_processed_once(engine: Any, llm: FakeVllm) -> N
         Request("0/1/1", [1, 3], cold, 5, seed=14),
         Request("0/1/2", [1, 3], cold, 5, seed=15, cache_key="0/1"),
     ]
-    sent = list(engine._process(requests))
-    assert inputs.prompts == [([1, 2], "3", 1.0), ([1, 3], "3", 1.0), ([1, 3], "3", 0.5), ([1, 3], "key 0/1", 0.5)]
+    sent = [*engine._process(requests[:4]), *engine._process(requests[4:])]
+    assert inputs.checked == [([1, 2], 1.0), ([1, 3], 0.5)]
+    assert [one.cache_salt for one in sent] == ["3"] * 5 + ["key 0/1"]
     for request, one in zip(requests, sent, strict=True):
         assert (one.external_req_id, one.request_id) == (request.id, f"{request.id}-random")
         assert one.prompt_token_ids is request.tokens, "vLLM may append to it"

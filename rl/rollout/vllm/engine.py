@@ -6,6 +6,7 @@ from vLLM's own loader. Otherwise a sync calls `reload_weights`, which also rebu
 """
 
 import gc
+import time
 from collections.abc import Iterator, Sequence
 from copy import copy
 from typing import Any
@@ -21,6 +22,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreRequest, FinishReason
 
 from rl.model.shards import TensorInfo
+from rl.rollout.dispatch import Sampling
 from rl.rollout.engine import Completion, EngineSeat, Request
 from rl.rollout.vllm.fast_decode import RunningResponse
 from rl.rollout.vllm.memory import collect_garbage, free_abandoned_memory, free_weights, no_collections
@@ -46,6 +48,7 @@ class VllmEngine:
         self._device, self._stop_token_ids = seat.device, seat.stop_token_ids
         self._can_sleep = seat.sleeps and seat.device.type == "cuda"
         self._asleep: set[str] = set()  # of "weights" and "kv_cache"
+        self._checked: tuple[Sampling, EngineCoreRequest] | None = None  # the last that vLLM has checked
         self.responses: dict[str, RunningResponse] = {}  # unfinished, by vLLM's own id; the fast path reads them
         self.kv_bytes = measure_kv_cache(llm) if seat.device.type == "cuda" else 0
 
@@ -73,34 +76,35 @@ class VllmEngine:
 
     def _process(self, requests: Sequence[Request]) -> Iterator[EngineCoreRequest]:
         """Yield vLLM's form of each request. vLLM checks every request, and makes a deep copy of its parameters. So
-        requests for the same tokens, such as those of a group, become copies of the first one instead."""
+        requests with the same sampling become copies of the first one instead."""
         inputs = self._engine.input_processor
-        first: Request | None = None
         for request in requests:
-            if first is None or not is_alike(first, request):
-                first = request
-                params = SamplingParams(
-                    temperature=request.sampling.temperature,
-                    top_p=request.sampling.top_p,
-                    top_k=request.sampling.top_k,
-                    max_tokens=request.max_tokens,
-                    seed=request.seed,
-                    logprobs=0,
-                    detokenize=False,
-                    stop_token_ids=self._stop_token_ids,
-                    ignore_eos=not self._stop_token_ids,
-                )
-                # Without a key, the salt prevents reuse of KV blocks that older weights computed.
-                salt = f"key {request.cache_key}" if request.cache_key else str(self.version)
-                prompt = TokensPrompt(prompt_token_ids=request.tokens, cache_salt=salt)
-                tasks = self._engine.get_supported_tasks()
-                processed = inputs.process_inputs(request.id, prompt, params, supported_tasks=tasks)
-            sent = copy(processed)
-            sent.request_id, sent.prompt_token_ids = request.id, request.tokens
-            sent.sampling_params = copy(processed.sampling_params)
+            if self._checked is None or self._checked[0] != request.sampling:
+                self._checked = request.sampling, self._check(request)
+            sent = copy(self._checked[1])
+            sent.sampling_params = copy(sent.sampling_params)
+            sent.request_id, sent.prompt_token_ids, sent.arrival_time = request.id, request.tokens, time.time()
+            # Without a key, the salt prevents reuse of KV blocks that older weights computed.
+            sent.cache_salt = f"key {request.cache_key}" if request.cache_key else str(self.version)
             sent.sampling_params.seed, sent.sampling_params.max_tokens = request.seed, request.max_tokens
             inputs.assign_request_id(sent)
             yield sent
+
+    def _check(self, request: Request) -> EngineCoreRequest:
+        """Have vLLM check a request, and return its form."""
+        params = SamplingParams(
+            temperature=request.sampling.temperature,
+            top_p=request.sampling.top_p,
+            top_k=request.sampling.top_k,
+            max_tokens=request.max_tokens,
+            seed=request.seed,
+            logprobs=0,
+            detokenize=False,
+            stop_token_ids=self._stop_token_ids,
+            ignore_eos=not self._stop_token_ids,
+        )
+        prompt, tasks = TokensPrompt(prompt_token_ids=request.tokens), self._engine.get_supported_tasks()
+        return self._engine.input_processor.process_inputs(request.id, prompt, params, supported_tasks=tasks)
 
     def step(self) -> list[Completion]:
         with self._group.entered():
@@ -237,11 +241,6 @@ class VllmEngine:
         with self._group.entered():
             while core.batch_queue:
                 self._engine.engine_core.get_output()
-
-
-def is_alike(one: Request, other: Request) -> bool:
-    """Return whether two requests differ only in their ids, seeds, noise and numbers of tokens to add."""
-    return (one.tokens, one.sampling, one.cache_key) == (other.tokens, other.sampling, other.cache_key)
 
 
 def measure_kv_cache(llm: vllm.LLM) -> int:
