@@ -141,7 +141,8 @@ def evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str
     """Return the leader's metrics, its heartbeats, and the metrics that another actor receives."""
     beats: list[str] = []
     monkeypatch.setattr(HEART, "beat", lambda item="", tokens=0: beats.append(item))
-    config = load_config(None, [*SCORED_TWICE, "eval.function=math"])
+    kept = ["rollout.max_tokens_per_round=4", "rollout.keep_kv=true"]
+    config = load_config(None, [*SCORED_TWICE, "eval.function=math", *kept])
     placement = plan({"actor,rollout": "all"}, 1, 2)
     with connected(2) as mails:
         rollouts = Sampled()
@@ -149,6 +150,7 @@ def evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str
         values = leader.run(3, 4)
         assert (rollouts.version, rollouts.sampling.answer_of) == (4, "math")
         assert rollouts.sampling.room == 2 / 8, "two samples take a quarter of the room of eight"
+        assert not rollouts.sampling.keeps_kv, "an evaluation is of one version of the weights"
         return values, beats, mails[1].receive(Evaluated).message.values
 
 
