@@ -1,4 +1,4 @@
-"""What an engine's lead records of conversations: lists while they are sampled, and a Batch in messages and files.
+"""What an engine's lead records of conversations: turns while they are sampled, and a Batch in messages and files.
 
 Each turn is kept: the ids that the model has read, and what it wrote. A turn whose prompt begins with the whole turn
 before it continues the same sequence. Otherwise it begins another sequence of the same sample.

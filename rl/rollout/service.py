@@ -120,7 +120,7 @@ class RolloutService(Service):
         self.recorder: Recorder | None = None  # in the phase rollout: writes groups to files
         self.conversations: Conversations | None = None  # on the lead, if samples are conversations
         self._room = 0.0  # for groups, that the leader knows of
-        self._has_news = False  # for the leader, who is told before the next step: carried groups come in numbers
+        self._has_news = False  # for the leader, who is told once before a step: many carried groups may come at once
         self._pull()
 
     @property
@@ -170,6 +170,8 @@ class RolloutService(Service):
                 group.carried, group.records = letter.payload, records
                 self._begin([group])
                 self._has_news = True  # it may need less room than was thought
+                if not self.busy:  # conversations wait for their tools first
+                    self._pull()
             case AddRequests(requests):
                 self._add(requests)
             case TurnAsked(ask):

@@ -177,11 +177,16 @@ def test_a_stale_entry_of_the_prefix_cache_is_not_used(
     is_salted: bool, engines: SimpleNamespace, weights: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It stays in the cache if the cache is not cleared. Without the salt, it is used."""
-    engine, request, module = engines.first, make_request(3), importlib.import_module("rl.rollout.vllm.engine")
+    engine, request = engines.first, make_request(3)
+    process = engine._process
+
+    def without_salt(requests: Sequence[Request]) -> Iterator[Any]:
+        for sent in process(requests):
+            sent.cache_salt = None
+            yield sent
+
     if not is_salted:
-        monkeypatch.setattr(
-            module, "TokensPrompt", lambda prompt_token_ids, cache_salt: {"prompt_token_ids": prompt_token_ids}
-        )
+        monkeypatch.setattr(engine, "_process", without_salt)
     load(engine, weights, version=2)
     assert [sample(engine, [request])["3"].num_cached_tokens for _ in range(2)] == [0, BLOCK_SIZE]
     with monkeypatch.context() as patch:
