@@ -40,6 +40,7 @@ from rl.world.signals import Signals
 
 HUB = 0  # the rank that counts arrivals at a meeting
 JOIN_TIMEOUT_S = 600.0
+TAKEN_S = 10.0  # for which rank 0 waits until another program leaves its port
 
 
 @dataclass(frozen=True)
@@ -243,7 +244,7 @@ def _join() -> World:
     skip_imported_objects()
     if problem := check_secret():
         raise ConfigError(problem)
-    store, _, size = next(rendezvous("env://", timeout=timedelta(seconds=JOIN_TIMEOUT_S)))
+    store, size = _open_store()
     start = SealedStore(store, "")
     if rank == HUB:
         start.set("world", secrets.token_hex(16))
@@ -256,6 +257,20 @@ def _join() -> World:
     world.enter()
     DURATIONS.add("join", time.perf_counter() - began)
     return world
+
+
+def _open_store() -> tuple[dist.Store, int]:
+    """Return the store of the world, and its size. On rank 0, the store listens on a port that torchrun has found free
+    before this process started. The kernel may have given it to a connection of another program since then."""
+    deadline = time.monotonic() + TAKEN_S
+    while True:
+        try:
+            store, _, size = next(rendezvous("env://", timeout=timedelta(seconds=JOIN_TIMEOUT_S)))
+            return store, size
+        except dist.DistNetworkError as error:
+            if "EADDRINUSE" not in str(error) or time.monotonic() > deadline:
+                raise
+        time.sleep(0.1)
 
 
 def count_start(now: float) -> None:

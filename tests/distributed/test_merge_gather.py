@@ -82,7 +82,8 @@ def test_an_interrupted_transfer_continues(made: Made, server: SshServer) -> Non
     server.cut(SHARD_BYTES // 2, num_connections=3)
     main(arguments(server, made.folders[0]))
     check(made, made.folders[0] / "merged/step_40")
-    assert server.num_bytes < 6 * SHARD_BYTES + 2 * SLACK_BYTES, "bytes that had arrived were not fetched again"
+    # A cut connection loses what the server has sent but nobody has received.
+    assert server.num_bytes < 6 * SHARD_BYTES + 4 * SLACK_BYTES, "bytes that had arrived were fetched again"
 
 
 def test_a_node_that_goes_away_and_returns(made: Made, server: SshServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,36 @@
-"""How ranks leave a world together."""
+"""How ranks enter and leave a world together."""
 
+import contextlib
+import socket
 import threading
 import time
 
 import pytest
+import torch.distributed as dist
 
+import rl.world.world
 from rl.watch.heart import HEART
 from rl.world.world import Arrived, Proceed
 from tests.mails import WAIT_S, connected_worlds
+from tests.ports import free_port
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("is_left", [True, False])
+def test_rank_0_waits_until_its_port_is_free(is_left: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But not for ever."""
+    port = free_port()
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(rl.world.world, "TAKEN_S", 20.0 if is_left else 0.3)
+    with socket.create_server(("", port)) as taken:
+        threading.Timer(0.3, taken.close if is_left else lambda: None).start()
+        began = time.monotonic()
+        with contextlib.nullcontext() if is_left else pytest.raises(dist.DistNetworkError, match="EADDRINUSE"):
+            store, size = rl.world.world._open_store()
+            store.set("key", "value")
+            assert (size, store.get("key")) == (1, b"value")
+        assert time.monotonic() - began >= 0.3
 
 
 @pytest.mark.timeout(30)
