@@ -9,7 +9,7 @@ import torch
 from torch.testing import assert_close
 
 from rl.model import head, head_gpu
-from rl.rollout.vllm import decode_attention, scores
+from rl.rollout.vllm import decode_attention, sampling
 
 BLOCK_SIZE = 16
 # Sequences of two parts, of one, and of none, as in the padded rows of a CUDA graph.
@@ -36,24 +36,70 @@ def check_head_without_first_tokens(dtype: torch.dtype) -> None:
     assert_close(head_gpu.score(logits, targets, 0.7)[[0, 2]], torch.stack([logprobs, log_sums]), atol=1e-5, rtol=1e-5)
 
 
-def check_sampled_tokens(dtype: torch.dtype) -> None:
-    """Check the logprobs of sampled tokens in the form that vLLM's sampler expects, on rows that others separate."""
-    logits, sampled = torch.randn(4, 9000).to(dtype)[::2, :8999], torch.tensor([5, 8998])
-    found = scores.compute_scores(logits, 0, sampled, None, max_per_req_token_ids=0, logits_mode=False)
-    expected = logits.float().log_softmax(-1).gather(-1, sampled[:, None])
+def check_sampling(dtype: torch.dtype) -> None:
+    """Check tokens and their logprobs on rows that others separate. The last tile of the vocabulary is not whole."""
+    num_rows, vocabulary = 200, 2 * sampling.TILE + 9
+    likely = torch.tensor([0, 7, sampling.TILE + 5, sampling.TILE + 6, vocabulary - 1])
+    probabilities = torch.tensor([0.05, 0.25, 0.4, 0.1, 0.2])
+    logits = torch.full((2 * num_rows, vocabulary + 3), -torch.inf, dtype=dtype)
+    logits[:, likely] = probabilities.log().to(dtype)
+    logits[:, vocabulary:] = 9.0  # beyond the vocabulary
+    logits = logits[::2, :vocabulary]
+    slots, positions = torch.arange(num_rows, dtype=torch.int32), torch.arange(num_rows) + 60
+    temperatures, seeds = torch.ones(num_rows), torch.arange(num_rows) - (1 << 40)
+    temperatures[:10] = 0.0
+    slots[10] = -1  # a row of padding
+    ours = sampling.TokenSampler()
+    tokens = ours.sample(logits, slots, temperatures, seeds, positions, apply_temperature=False, use_fp64=False)
+    found = ours.score(logits, 0, tokens, None, max_per_req_token_ids=0, logits_mode=False)
+    expected = logits.float().log_softmax(-1).gather(-1, tokens[:, None])
     assert_close(found.logprobs, expected, atol=1e-5, rtol=1e-5)
-    assert found.logprob_token_ids.tolist() == [[5], [8998]] and found.selected_token_ranks.shape == sampled.shape
-    scores.score_sampled_tokens()
-    assert scores.sampler.compute_topk_scores is scores.compute_scores
-    with patch.object(scores, "vllms_own", return_value="vLLM's"):
-        asked = [
+    assert torch.equal(found.logprob_token_ids, tokens[:, None]) and found.selected_token_ranks.shape == tokens.shape
+    assert tokens[:11].eq(likely[2]).all(), "without a temperature, the most probable token is chosen"
+    shares = tokens[11:, None].eq(likely).float().mean(0)
+    deviations = (probabilities * (1 - probabilities) / (num_rows - 11)).sqrt()
+    assert ((shares - probabilities).abs() < 3 * deviations).all(), shares
+
+    rows = torch.tensor([70, 55, 130])
+    again, _ = sampling.sample(logits[rows], slots[rows], temperatures, seeds, positions[rows])
+    assert torch.equal(again, tokens[rows]), "a token depends on its seed and position alone"
+    others, _ = sampling.sample(logits[11:51], slots[11:51], temperatures, seeds, positions[11:51] + 1)
+    assert not torch.equal(others, tokens[11:51])
+    same, _ = sampling.sample(logits[11:51], torch.full((40,), 60), temperatures, seeds, positions[11:51])
+    assert len(same.unique()) == len(likely), "positions of one request differ"
+
+
+def check_sampling_without_probabilities() -> None:
+    """Check rows whose logits are not finite: tokens are in the vocabulary, and of the largest logit if there is one."""
+    logits = torch.randn(3, sampling.TILE + 10)
+    logits[0], logits[1] = torch.nan, -torch.inf
+    logits[2, sampling.TILE + 3] = torch.inf
+    slots = torch.arange(3)
+    tokens, logprobs = sampling.sample(logits, slots, torch.ones(3), slots, slots)
+    assert (0 <= tokens).all() and (tokens < logits.shape[1]).all() and tokens[2] == sampling.TILE + 3
+    assert not torch.isfinite(logprobs).any()
+
+
+def check_what_is_left_to_vllm() -> None:
+    logits, ours = torch.randn(2, 50), sampling.TokenSampler()
+    slots, ones = torch.arange(2), torch.ones(2)
+    with patch.multiple(sampling, vllms_sample=lambda *_, **__: "vLLM's", vllms_scores=lambda *_, **__: "vLLM's"):
+        for is_applied, options in [(True, {}), (False, {"use_fp64": True}), (False, {"logits_cache": logits})]:
+            assert ours.sample(logits, slots, ones, slots, slots, apply_temperature=is_applied, **options) == "vLLM's"
+        tokens = ours.sample(logits, slots, ones, slots, slots, apply_temperature=False, is_drafting=False)
+        assert torch.is_tensor(tokens) and ours.score(logits, 0, tokens.clone()) == "vLLM's", "it has sampled these"
+        others = [
             (2, None, {}),
             (0, [0, 2], {}),
             (0, None, {"max_per_req_token_ids": 1}),
             (0, None, {"logits_mode": True}),
         ]
-        others = [scores.compute_scores(logits, number, sampled, ends, **options) for number, ends, options in asked]
-    assert others == 4 * ["vLLM's"]
+        for number, ends, options in others:
+            assert ours.score(logits, number, tokens, ends, **options) == "vLLM's"
+    sampling.use_our_sampler()
+    functions = sampling.sampler.gumbel_sample, sampling.sampler.compute_topk_scores
+    assert [function.__func__ for function in functions] == [sampling.TokenSampler.sample, sampling.TokenSampler.score]
+    assert functions[0].__self__ is functions[1].__self__
 
 
 def check_attention(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_size: int) -> None:
@@ -79,11 +125,15 @@ def main() -> None:
     for dtype in (torch.float32, torch.float16):
         check_head(dtype)
         check_head_without_first_tokens(dtype)
-        check_sampled_tokens(dtype)
+        with patch.object(sampling, "TILE", 64):  # the interpreter adds up a tile in Python
+            check_sampling(dtype)
         torch.set_default_dtype(dtype)  # the kernel for decoding must not depend on it
         for shape in SHAPES:
             check_attention(dtype, *shape)
         torch.set_default_dtype(torch.float32)
+    with patch.object(sampling, "TILE", 64):
+        check_sampling_without_probabilities()
+    check_what_is_left_to_vllm()
     print("all kernels agree with torch")
 
 

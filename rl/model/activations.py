@@ -11,7 +11,7 @@ from rl.model.memory import DTYPE_BYTES
 from rl.model.shape import ModelShape, ModelSize
 
 LOGITS_BYTES = 10 << 27  # logits that the learner computes at once, with copies and gradients (rl/model/head.py)
-EAGER = 1.4  # a layer that is not compiled also keeps the results of its elementwise operations
+EAGER = 2.0  # a layer that is not compiled also keeps the results of its elementwise operations
 FRAGMENTS = 1.1  # what torch's allocator takes for activations, compared with what they need
 # A model of at most this many parameters is gathered as a whole. The host needs about 1 ms per layer and pass to gather
 # layers one by one, and in a small model the device, or the one core of a rank, is idle meanwhile.
@@ -46,7 +46,7 @@ def update_memory(
     """Estimate an update of a policy or critic. Layers are gathered one after the other, embedding and head at once."""
     dtype, num_layers, hidden = DTYPE_BYTES[config.model.dtype], shape.num_layers, shape.hidden
     heads = (shape.num_heads + shape.num_kv_heads) * shape.head_dim
-    kept = 4 * hidden + (3 if shape.has_qk_norm else 2) * heads + 3 * shape.intermediate  # of a layer, per token
+    kept = 2 * hidden + (3 if shape.has_qk_norm else 2) * heads + 2 * shape.intermediate  # of a layer, per token
     num_recomputed = {"full": num_layers, "selective": -(-num_layers // 2)}.get(recompute, 0)
     elements = (num_layers - num_recomputed) * kept + num_recomputed * hidden + (kept if num_recomputed else 0)
     elements += heads + 6 * hidden + 3 * shape.intermediate  # gradients of the layer that is computed

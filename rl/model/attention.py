@@ -27,7 +27,8 @@ RAGGED, VARLEN = "ragged", "varlen"
 # Padding limit of a block: its longest sequence has at most MAX_STRETCH * n + FREE_PADDING tokens, where n is the
 # length of any other of its sequences.
 MAX_STRETCH, FREE_PADDING = 1.25, 16
-TAKES_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters  # not in torch 2.11
+# Without this argument (torch 2.11), the kernel takes grouped queries without being told.
+TAKES_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def arguments(name: str, lengths: Sequence[int], num_probe_tokens: int, device: torch.device) -> dict[str, Any]:
@@ -98,11 +99,8 @@ def varlen_attention(
     query, key, value = (in_memory_order(x) for x in (query, key, value))
     window = ((others.get("sliding_window") or 0) - 1, 0)
     options: dict[str, Any] = {"scale": others.get("scaling"), "window_size": window}
-    if query.shape[1] != key.shape[1]:
-        if TAKES_GQA:
-            options["enable_gqa"] = True
-        else:
-            key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    if query.shape[1] != key.shape[1] and TAKES_GQA:
+        options["enable_gqa"] = True
     output = varlen_attn(query, key, value, cu_lengths, cu_lengths, longest, longest, **options)
     assert isinstance(output, Tensor)
     return output.unsqueeze(0), None

@@ -40,10 +40,10 @@ VLLM_SCHEDULING = f"{VLLM}/fast_decode.py"
 VLLM_MEMORY = f"{VLLM}/memory.py"
 VLLM_NOISE = f"{VLLM}/noise.py"
 VLLM_GROUP = f"{VLLM}/process_group.py"
-VLLM_SCORES = f"{VLLM}/scores.py"
+VLLM_SAMPLING = f"{VLLM}/sampling.py"
 VLLM_FILES = (
     *(VLLM_BUILD, VLLM_ENGINE, VLLM_ATTENTION, VLLM_SCHEDULING, VLLM_MEMORY, VLLM_NOISE, VLLM_GROUP),
-    VLLM_SCORES,
+    VLLM_SAMPLING,
 )
 DECODE_ATTENTION = f"{VLLM}/decode_attention.py"
 DIGEST_GPU = "rl/sync/digest_gpu.py"
@@ -224,7 +224,7 @@ def test_waits_take_any_number_of_open_files() -> None:
                 VLLM_NOISE: {(VLLM_BUILD, False), (VLLM_ENGINE, False)},
                 VLLM_GROUP: {(VLLM_BUILD, False), (VLLM_ENGINE, False)},
                 VLLM_ATTENTION: set(),
-                VLLM_SCORES: {(VLLM_BUILD, True)},
+                VLLM_SAMPLING: {(VLLM_BUILD, True)},
             },
         ),
         (
@@ -232,7 +232,7 @@ def test_waits_take_any_number_of_open_files() -> None:
             {
                 DIGEST_GPU: {("rl/sync/digest.py", True)},
                 ROTARY_GPU: {("rl/model/rotary.py", True)},
-                HEAD_GPU: {("rl/model/head.py", True), (VLLM_SCORES, False)},
+                HEAD_GPU: {("rl/model/head.py", True), (VLLM_SAMPLING, False)},
                 DECODE_ATTENTION: {(VLLM_ATTENTION, False)},
             },
         ),

@@ -305,13 +305,13 @@ def test_outside_the_tested_versions_the_fast_paths_are_off(
 
 
 def test_engines_on_gpus_use_our_kernels(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The module of the scores is a stand-in, since it needs Triton."""
+    """The module of the sampler is a stand-in, since it needs Triton."""
     used: list[str] = []
-    scores = SimpleNamespace(score_sampled_tokens=lambda: used.append("scores"))
-    monkeypatch.setitem(sys.modules, "rl.rollout.vllm.scores", scores)
+    sampling = SimpleNamespace(use_our_sampler=lambda: used.append("sampler"))
+    monkeypatch.setitem(sys.modules, "rl.rollout.vllm.sampling", sampling)
     monkeypatch.setattr(build, "register_backend", lambda backend, path: used.append(path))
     build.use_our_kernels()
-    assert used == ["rl.rollout.vllm.attention.DecodeBackend", "scores"]
+    assert used == ["rl.rollout.vllm.attention.DecodeBackend", "sampler"]
 
 
 @pytest.mark.parametrize(

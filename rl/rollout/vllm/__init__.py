@@ -10,7 +10,7 @@
     fast_decode.py      the fast path for steps in which every sequence only decodes (scheduler)
     attention.py        the attention backend that uses the kernel below for such steps
     decode_attention.py the attention kernel itself (Triton)
-    scores.py           logprobs of sampled tokens on GPUs, by the kernel of the learner's head
+    sampling.py         sampled tokens and their logprobs on GPUs, by a kernel that reads the logits once
 
 Only rl/rollout/engine.py imports this package, and only on ranks with a vLLM engine, because the import takes seconds.
 It first sets environment variables and log filters, so none of its modules can import vLLM too early.

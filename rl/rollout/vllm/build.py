@@ -85,10 +85,10 @@ def inspect_models_here() -> None:
 
 
 def use_our_kernels() -> None:
-    from rl.rollout.vllm.scores import score_sampled_tokens  # here, because it imports Triton
+    from rl.rollout.vllm.sampling import use_our_sampler  # here, because it imports Triton
 
     register_backend(AttentionBackendEnum.FLASH_ATTN, "rl.rollout.vllm.attention.DecodeBackend")
-    score_sampled_tokens()
+    use_our_sampler()
 
 
 def turn_off_packing() -> None:
