@@ -11,7 +11,7 @@ from rl.model.memory import DTYPE_BYTES
 from rl.model.shape import ModelShape, ModelSize
 
 LOGITS_BYTES = 10 << 27  # logits that the learner computes at once, with copies and gradients (rl/model/head.py)
-EAGER = 2.0  # a layer that is not compiled also keeps the results of its elementwise operations
+EAGER = 1.8  # a layer that is not compiled also keeps the results of its elementwise operations
 FRAGMENTS = 1.1  # what torch's allocator takes for activations, compared with what they need
 # A model of at most this many parameters is gathered as a whole. The host needs about 1 ms per layer and pass to gather
 # layers one by one, and in a small model the device, or the one core of a rank, is idle meanwhile.
@@ -49,7 +49,7 @@ def update_memory(
     kept = 2 * hidden + (3 if shape.has_qk_norm else 2) * heads + 2 * shape.intermediate  # of a layer, per token
     num_recomputed = {"full": num_layers, "selective": -(-num_layers // 2)}.get(recompute, 0)
     elements = (num_layers - num_recomputed) * kept + num_recomputed * hidden + (kept if num_recomputed else 0)
-    elements += heads + 6 * hidden + 3 * shape.intermediate  # gradients of the layer that is computed
+    gradients = heads + 6 * hidden + 3 * shape.intermediate  # of the layer that is computed
     factor = FRAGMENTS * (1 if config.actor.compile else EAGER)
     head = shape.vocabulary * hidden
     root = head if is_critic else shape.num_in_root
@@ -62,7 +62,8 @@ def update_memory(
         fixed += 8 * num_reduced * shape.num_in_layer + (
             0 if is_critic else (4 + dtype) * head
         )  # gradients before their reduction
-    per_token = int(factor * dtype * elements) + (0 if is_critic else kept_logits_bytes(config, shape, recompute))
+    logits = 0 if is_critic else kept_logits_bytes(config, shape, recompute)  # freed before a layer has gradients
+    per_token = int(factor * dtype * elements + max(logits, factor * dtype * gradients))
     return UpdateMemory(fixed, per_token)
 
 

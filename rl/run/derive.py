@@ -200,8 +200,10 @@ class _Search:
         if given.rollout.sleep == "auto":
             config = with_values(config, {SLEEP: self._choose_sleep(config, engine)[0]})
         why_recompute = f"the first of head, selective and full with room for {needed:,} tokens"
-        if self._has_room_for_logits(config, given, engine):
-            config = with_values(config, {RECOMPUTE: "none"})
+        smaller = self._fraction(with_values(best.config, {RECOMPUTE: "none"}), best.for_engine, engine)[0]
+        if self._has_room_for_logits(config, given, engine, smaller):
+            fraction = smaller
+            config = with_values(config, {RECOMPUTE: "none", FRACTION: fraction})
             logits = self._peaks.num_tokens(config, tokens) * kept_logits_bytes(config, policy.shape, "none")
             why_recompute = f"there is room for {format_bytes(logits)} of logits"
         peaks = {"rollout": self._peaks.of_rollout(config, engine)} | self._peaks.of_learner(config, engine)
@@ -221,12 +223,12 @@ class _Search:
         others = {OFFLOAD: actor.offload, RECOMPUTE: actor.recompute, SLEEP: config.rollout.sleep}
         return _Found(fraction, tokens, others, reasons, problem, f"at most {use} {of}" if use else "")
 
-    def _has_room_for_logits(self, config: Config, given: Config, engine: EngineMemory) -> bool:
-        """Return whether an update may keep the logits that it computes twice in `config`: if it still fits, and if the
-        engine need not sleep for that."""
+    def _has_room_for_logits(self, config: Config, given: Config, engine: EngineMemory, fraction: float) -> bool:
+        """Return whether an update may keep the logits that it computes twice in `config`: if it still fits beside an
+        engine with this share, and if the engine need not sleep for that."""
         if not self._trains or given.actor.recompute != "auto" or config.actor.recompute != "head":
             return False
-        kept = with_values(config, {RECOMPUTE: "none"})
+        kept = with_values(config, {RECOMPUTE: "none", FRACTION: fraction})
         if self._peaks.of_learner(kept, engine).get(UPDATE, 0) > self._card.usable:
             return False
         return given.rollout.sleep != "auto" or self._choose_sleep(kept, engine)[0] == config.rollout.sleep

@@ -138,6 +138,7 @@ NEEDS = {
     "peer_trl": "trl, datasets, liger-kernel",
     "peer_trl_learn": "trl, datasets",
     "peer_verl": "verl, flash-attn, liger-kernel",
+    "sampling": "",
 }
 # These break clusters of network namespaces, and a cluster takes half a minute to start.
 # tests/e2e/test_doc_runs.py runs both with few faults.

@@ -22,6 +22,7 @@ GB, GIB = 1e9, 2**30
 LLAMA_1_7B = ModelShape(24, 2048, 8192, 32, 32, 64, 49_152, is_tied=True)
 QWEN3_1_7B = ModelShape(28, 2048, 6144, 16, 8, 128, 151_936, is_tied=True, has_qk_norm=True)
 QWEN3_0_6B = ModelShape(28, 1024, 3072, 16, 8, 128, 151_936, is_tied=True, has_qk_norm=True)
+QWEN2_5_1_5B = ModelShape(28, 1536, 8960, 12, 2, 128, 151_936, is_tied=True)
 SMOLLM_135M = ModelShape(30, 576, 1536, 9, 3, 64, 49_152, is_tied=True)
 WHOLE = LoraConfig()
 
@@ -33,16 +34,19 @@ def config_of(*settings: str) -> Config:
 @pytest.mark.parametrize(
     ("shape", "num_tokens", "recompute", "settings", "measured", "error"),
     [
-        # gpu/memory_gb/other of a run of benchmarks/step.py, 2026-11-18 and 2026-11-19
-        (QWEN3_0_6B, 20_125, "head", [], 30.02 * GB, -0.03),
-        (SMOLLM_135M, 17_800, "head", [], 11.1 * GB, 0.08),
-        (LLAMA_1_7B, 20_125, "none", [], 42.61 * GB, 0.09),
-        (QWEN3_1_7B, 19_008, "none", [], 49.06 * GB, 0.01),
-        # peak_allocated_gib of benchmarks/learner.py without 16 bytes per parameter, older commits
-        (LLAMA_1_7B, 24_024, "head", [], 71.5 * GIB - 16 * 1.711 * GB, 0.06),
-        (LLAMA_1_7B, 16_016, "head", [], 55.5 * GIB - 16 * 1.711 * GB, 0.11),
-        (QWEN3_0_6B, 16_384, "head", [], 32.6 * GIB - 16 * 0.596 * GB, -0.06),
-        (LLAMA_1_7B, 16_016, "head", ["actor.compile=false"], 66.9 * GIB - 16 * 1.711 * GB, 0.11),
+        # peak_allocated_gib of benchmarks/learner.py without 16 bytes per parameter, commit 4650326, 2026-11-19: 70
+        # sequences of 575 tokens in two or three micro-batches
+        (LLAMA_1_7B, 20_125, "none", [], 54.2 * GIB - 16 * 1.711 * GB, 0.06),
+        (LLAMA_1_7B, 13_800, "head", [], 44.4 * GIB - 16 * 1.711 * GB, 0.14),
+        (LLAMA_1_7B, 13_800, "head", ["actor.compile=false"], 61.3 * GIB - 16 * 1.711 * GB, 0.02),
+        (QWEN3_1_7B, 20_125, "none", [], 60.6 * GIB - 16 * 1.721 * GB, 0.05),
+        (QWEN3_0_6B, 20_125, "head", [], 29.5 * GIB - 16 * 0.596 * GB, 0.05),
+        (QWEN3_0_6B, 13_800, "none", [], 25.7 * GIB - 16 * 0.596 * GB, 0.13),
+        (QWEN2_5_1_5B, 20_125, "none", [], 56.2 * GIB - 16 * 1.544 * GB, 0.06),
+        # gpu/memory_gb/other of a run of benchmarks/step.py, the same commit
+        (LLAMA_1_7B, 20_125, "none", [], 30.75 * GB, 0.06),
+        (QWEN3_1_7B, 20_125, "none", [], 37.49 * GB, 0.05),
+        (QWEN2_5_1_5B, 20_480, "head", [], 31.19 * GB, 0.08),
     ],
 )
 def test_activations_of_an_update(
@@ -56,21 +60,24 @@ def test_activations_of_an_update(
 
 def test_bytes_of_a_token() -> None:
     """One layer of width 8 with 2 heads of 4, one of them for keys, and 16 in between, in bfloat16: it keeps
-    4 x 8 + 2 x 12 + 3 x 16 = 104 elements, and its gradients are 12 + 6 x 8 + 3 x 16 = 108."""
+    2 x 8 + 2 x 12 + 2 x 16 = 72 elements, and its gradients are 12 + 6 x 8 + 3 x 16 = 108. Kept logits are freed before
+    there are any."""
     shape = ModelShape(4, 8, 16, 2, 1, 4, 100, is_tied=True)
     settings: list[Recompute] = ["none", "head", "selective", "full"]
     none, head, selective, full = (update_memory(config_of(), shape, recompute, WHOLE) for recompute in settings)
-    assert head.per_token == int(1.1 * 2 * (4 * 104 + 108))
-    assert none.per_token == head.per_token + int(1.1 * 2 * 100), "the logits"
-    assert selective.per_token == int(1.1 * 2 * (2 * 104 + 2 * 8 + 104 + 108)), "one layer is computed again"
-    assert full.per_token == int(1.1 * 2 * (4 * 8 + 104 + 108))
+    assert head.per_token == int(1.1 * 2 * (4 * 72 + 108))
+    assert none.per_token == head.per_token, "there are only 100 logits"
+    large = update_memory(config_of(), shape._replace(vocabulary=200), "none", WHOLE)
+    assert large.per_token == int(1.1 * 2 * 4 * 72) + int(1.1 * 2 * 200)
+    assert selective.per_token == int(1.1 * 2 * (2 * 72 + 2 * 8 + 72 + 108)), "one layer is computed again"
+    assert full.per_token == int(1.1 * 2 * (4 * 8 + 72 + 108))
     assert none.fixed == head.fixed == selective.fixed == full.fixed
     wide = update_memory(load_config(overrides=["model.dtype=float32"]), shape, "head", WHOLE)
-    assert wide.per_token == int(1.1 * 4 * (4 * 104 + 108))
+    assert wide.per_token == int(1.1 * 4 * (4 * 72 + 108))
     critic = update_memory(config_of(), shape, "none", WHOLE, is_critic=True)
     assert critic.per_token == head.per_token, "a critic has no logits"
     normed = update_memory(config_of(), shape._replace(has_qk_norm=True), "head", WHOLE)
-    assert normed.per_token == int(1.1 * 2 * (4 * (104 + 12) + 108))
+    assert normed.per_token == int(1.1 * 2 * (4 * (72 + 12) + 108))
 
 
 def test_bytes_whatever_the_number_of_tokens() -> None:
