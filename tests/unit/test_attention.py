@@ -24,6 +24,22 @@ def test_sinks_and_caps(attend: Any, other: dict[str, Any]) -> None:
         attend(torch.nn.Identity(), query, query, query, attention_mask=None, **WHERE[attend], **other)
 
 
+@pytest.mark.parametrize("is_told", [True, False])
+def test_keys_of_grouped_queries_are_not_repeated(is_told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel of torch 2.11 has no argument for grouped queries, and does not need one."""
+    given: dict[str, Any] = {}
+
+    def kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **options: Any) -> torch.Tensor:
+        given.update(options, heads=[each.shape[1] for each in (query, key, value)])
+        return query
+
+    monkeypatch.setattr(attention, "varlen_attn", kernel)
+    monkeypatch.setattr(attention, "TAKES_GQA", is_told)
+    query, key = torch.zeros(1, 4, 3, 8), torch.zeros(1, 2, 3, 8)
+    varlen_attention(torch.nn.Identity(), query, key, key, attention_mask=None, **WHERE[varlen_attention])
+    assert given["heads"] == [4, 2, 2] and given.get("enable_gqa", False) == is_told
+
+
 def test_the_name_that_transformers_has_for_it() -> None:
     attention.register()
     shape = {"hidden_size": 16, "intermediate_size": 16, "head_dim": 8, "vocab_size": 8, "num_hidden_layers": 1}

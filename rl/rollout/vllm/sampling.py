@@ -29,7 +29,7 @@ def _choose(weights, is_top, uniform, is_greedy, SIZE: tl.constexpr):
     """Return an index with a probability proportional to its weight, or the first one of the largest weight."""
     indices = tl.arange(0, SIZE)
     sums = tl.cumsum(weights, axis=0)
-    is_reached = (sums > uniform * tl.max(sums, axis=0)) & (weights > 0.0)  # rounding may raise the sum of a weight of 0
+    is_reached = (sums > uniform * tl.max(sums, axis=0)) & (weights > 0.0)  # a sum may grow by rounding alone
     chosen = tl.min(tl.where(is_reached, indices, SIZE), axis=0)
     first_top = tl.min(tl.where(is_top, indices, SIZE - 1), axis=0)
     return tl.where(is_greedy | (chosen == SIZE), first_top, chosen)
