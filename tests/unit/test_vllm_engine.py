@@ -287,6 +287,7 @@ def test_outside_the_tested_versions_the_fast_paths_are_off(
     monkeypatch.setattr(build.vllm, "__version__", version)
     monkeypatch.setattr(build.vllm, "LLM", lambda **options: llm)
     monkeypatch.setattr(build, "use_our_kernels", lambda: switched_on.append("kernels"))
+    monkeypatch.setattr(build, "warm_up_what_is_used", lambda rollout: switched_on.append("warm-up"))
     monkeypatch.setattr(build, "install_fast_decode", lambda scheduler, *options: switched_on.append(scheduler))
     monkeypatch.setattr(build, "Generators", lambda llm: switched_on.append("noise"))
     monkeypatch.setattr(build, "unlink_shared_memory", lambda seat: None)
@@ -295,7 +296,7 @@ def test_outside_the_tested_versions_the_fast_paths_are_off(
     seat = SimpleNamespace(name="test", tp_rank=0, tp_size=1, stop_token_ids=[], sleeps=True)
     seat.device = torch.device("cuda")
     built = build.build(Config(), tmp_path, seat, failed=SimpleNamespace(abandon=lambda: group))
-    assert switched_on == (["kernels", "noise", scheduler] if is_tested else [])
+    assert switched_on == (["kernels", "warm-up", "noise", scheduler] if is_tested else [])
     assert (built.notice == "") == is_tested
     if not is_tested:
         assert built.notice.startswith(f"vLLM {version} is outside the tested versions (")
@@ -312,6 +313,16 @@ def test_engines_on_gpus_use_our_kernels(build: Any, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(build, "register_backend", lambda backend, path: used.append(path))
     build.use_our_kernels()
     assert used == ["rl.rollout.vllm.attention.DecodeBackend", "sampler"]
+
+
+def test_the_warm_up_compiles_what_a_run_samples_with(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = build.SamplingParams.for_sampler_warmup()
+    assert theirs.repetition_penalty != 1 and theirs.logit_bias, "vLLM's warm-up compiles the kernels of everything"
+    monkeypatch.setattr(build.SamplingParams, "for_sampler_warmup", build.SamplingParams.for_sampler_warmup)
+    build.warm_up_what_is_used(RolloutConfig(temperature=0.8, top_p=0.9))
+    ours = build.SamplingParams.for_sampler_warmup()
+    assert ours == build.SamplingParams(temperature=0.8, top_p=0.9, logprobs=0) and not ours.logit_bias
+    assert build.SamplingParams.for_sampler_warmup() is not ours, "requests may change it"
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,11 @@ from packaging.version import InvalidVersion
 from pydantic import ValidationError
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models import registry
+from vllm.sampling_params import SamplingParams
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
-from rl.config.schema import Config, ConfigError
+from rl.config.schema import Config, ConfigError, RolloutConfig
 from rl.learner.offload import without_pages
 from rl.model.activations import max_batched_tokens
 from rl.model.memory import DTYPE_BYTES
@@ -49,6 +50,7 @@ def build(config: Config, model_folder: Path, seat: EngineSeat, failed: VllmEngi
         turn_off_packing()
     elif not notice:
         use_our_kernels()
+        warm_up_what_is_used(config.rollout)
     inspect_models_here()
     HEART.beat("its process groups" if failed is None else "the memory of the failed engine")
     group = failed.abandon() if failed is not None else PrivateDefaultGroup(seat)
@@ -89,6 +91,13 @@ def use_our_kernels() -> None:
 
     register_backend(AttentionBackendEnum.FLASH_ATTN, "rl.rollout.vllm.attention.DecodeBackend")
     use_our_sampler()
+
+
+def warm_up_what_is_used(rollout: RolloutConfig) -> None:
+    """Let vLLM's warm-up compile the kernels that this sampling needs. By default, it compiles those of all parameters,
+    such as penalties, which takes more than 10 s. Kernels that only an evaluation needs are compiled when it begins."""
+    options = {"temperature": rollout.temperature, "top_p": rollout.top_p, "top_k": rollout.top_k, "logprobs": 0}
+    SamplingParams.for_sampler_warmup = staticmethod(lambda: SamplingParams(**options))
 
 
 def turn_off_packing() -> None:
