@@ -54,7 +54,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sequences", type=int, default=512)
     parser.add_argument("--vocab", type=int, default=151936)
-    parser.add_argument("--bandwidth", type=float, default=4.3, help="of the GPU's memory, in TB/s")
+    parser.add_argument("--bandwidth", type=float, default=4.0, help="of the GPU's memory, in TB/s")
     args = parser.parse_args()
     need_gpu()
     torch.manual_seed(0)

@@ -6,6 +6,7 @@ Triton reads this variable when it is imported, so the kernels need a process of
 from unittest.mock import patch
 
 import torch
+import triton.language as tl
 from torch.testing import assert_close
 
 from rl.model import head, head_gpu
@@ -38,35 +39,46 @@ def check_head_without_first_tokens(dtype: torch.dtype) -> None:
 
 def check_sampling(dtype: torch.dtype) -> None:
     """Check tokens and their logprobs on rows that others separate. The last tile of the vocabulary is not whole."""
-    num_rows, vocabulary = 200, 2 * sampling.TILE + 9
-    likely = torch.tensor([0, 7, sampling.TILE + 5, sampling.TILE + 6, vocabulary - 1])
+    num_rows, vocabulary = 120, 3 * sampling.TILE + 9  # no token of the second tile has a probability
+    likely = torch.tensor([0, 7, 2 * sampling.TILE + 5, 2 * sampling.TILE + 6, vocabulary - 1])
     probabilities = torch.tensor([0.05, 0.25, 0.4, 0.1, 0.2])
     logits = torch.full((2 * num_rows, vocabulary + 3), -torch.inf, dtype=dtype)
     logits[:, likely] = probabilities.log().to(dtype)
     logits[:, vocabulary:] = 9.0  # beyond the vocabulary
     logits = logits[::2, :vocabulary]
-    slots, positions = torch.arange(num_rows, dtype=torch.int32), torch.arange(num_rows) + 60
-    temperatures, seeds = torch.ones(num_rows), torch.arange(num_rows) - (1 << 40)
+    slots = torch.stack([torch.arange(num_rows, dtype=torch.int32)] * 2, 1)[:, 0]  # others lie between them
+    positions = torch.full((num_rows, 2), 60)[:, 0]
+    temperatures, seeds = torch.ones(num_rows + 1)[1:], (torch.arange(num_rows + 1) - (1 << 40))[1:]
     temperatures[:10] = 0.0
-    slots[10] = -1  # a row of padding
+    slots[10:14] = -1  # rows of padding
     ours = sampling.TokenSampler()
     tokens = ours.sample(logits, slots, temperatures, seeds, positions, apply_temperature=False, use_fp64=False)
     found = ours.score(logits, 0, tokens, None, max_per_req_token_ids=0, logits_mode=False)
     expected = logits.float().log_softmax(-1).gather(-1, tokens[:, None])
     assert_close(found.logprobs, expected, atol=1e-5, rtol=1e-5)
     assert torch.equal(found.logprob_token_ids, tokens[:, None]) and found.selected_token_ranks.shape == tokens.shape
-    assert tokens[:11].eq(likely[2]).all(), "without a temperature, the most probable token is chosen"
-    shares = tokens[11:, None].eq(likely).float().mean(0)
-    deviations = (probabilities * (1 - probabilities) / (num_rows - 11)).sqrt()
+    assert tokens[:14].eq(likely[2]).all(), "without a temperature, the most probable token is chosen"
+    shares = tokens[14:, None].eq(likely).float().mean(0)
+    deviations = (probabilities * (1 - probabilities) / (num_rows - 14)).sqrt()
     assert ((shares - probabilities).abs() < 3 * deviations).all(), shares
 
-    rows = torch.tensor([70, 55, 130])
+    rows = torch.tensor([70, 55, 110])
     again, _ = sampling.sample(logits[rows], slots[rows], temperatures, seeds, positions[rows])
     assert torch.equal(again, tokens[rows]), "a token depends on its seed and position alone"
-    others, _ = sampling.sample(logits[11:51], slots[11:51], temperatures, seeds, positions[11:51] + 1)
-    assert not torch.equal(others, tokens[11:51])
-    same, _ = sampling.sample(logits[11:51], torch.full((40,), 60), temperatures, seeds, positions[11:51])
-    assert len(same.unique()) == len(likely), "positions of one request differ"
+    same, _ = sampling.sample(logits[:40], torch.full((40,), 60), temperatures, seeds, torch.arange(40))
+    assert len(same.unique()) == len(likely), "the positions of a request have different noise"
+
+
+def check_rare_tokens() -> None:
+    """Check that tokens behind a very likely one are drawn, whose probabilities are lost in a sum in float32."""
+    logits = torch.full((1, sampling.TILE), -18.0)
+    logits[:, 3] = 0.0
+    slots, ones = torch.zeros(300, dtype=torch.int32), torch.ones(1)
+    with patch.object(sampling.tl, "rand4x", lambda seed, offset: (0.0, offset.to(tl.float32) * 3e-9, 0.0, 0.0)):
+        tokens, _ = sampling.sample(logits.expand(300, -1), slots, ones, torch.zeros(1).long(), torch.arange(300))
+    # Each of the other 63 tokens has a probability of 1.5e-8, which is 5 draws of these 300.
+    assert tokens[:5].tolist() == 5 * [0] and 55 <= len(tokens.unique()) <= 64
+    assert tokens.unique(return_counts=True)[1].max() <= 6, "all of them are equally likely"
 
 
 def check_sampling_without_probabilities() -> None:
@@ -78,6 +90,8 @@ def check_sampling_without_probabilities() -> None:
     tokens, logprobs = sampling.sample(logits, slots, torch.ones(3), slots, slots)
     assert (tokens >= 0).all() and (tokens < logits.shape[1]).all() and tokens[2] == sampling.TILE + 3
     assert not torch.isfinite(logprobs).any()
+    few, _ = sampling.sample(torch.full((1, 10), torch.nan), slots[:1], torch.ones(1), slots[:1], slots[:1])
+    assert 0 <= few < 10
 
 
 def check_what_is_left_to_vllm() -> None:
@@ -87,7 +101,10 @@ def check_what_is_left_to_vllm() -> None:
         for is_applied, options in [(True, {}), (False, {"use_fp64": True}), (False, {"logits_cache": logits})]:
             assert ours.sample(logits, slots, ones, slots, slots, apply_temperature=is_applied, **options) == "vLLM's"
         tokens = ours.sample(logits, slots, ones, slots, slots, apply_temperature=False, is_drafting=False)
-        assert torch.is_tensor(tokens) and ours.score(logits, 0, tokens.clone()) == "vLLM's", "it has sampled these"
+        expected = logits.log_softmax(-1).gather(-1, tokens[:, None])
+        assert_close(ours.score(logits, 0, tokens).logprobs, expected)
+        theirs = torch.tensor([7, 9])
+        assert_close(ours.score(logits, 0, theirs).logprobs, logits.log_softmax(-1).gather(-1, theirs[:, None]))
         others = [
             (2, None, {}),
             (0, [0, 2], {}),
@@ -96,7 +113,9 @@ def check_what_is_left_to_vllm() -> None:
         ]
         for number, ends, options in others:
             assert ours.score(logits, number, tokens, ends, **options) == "vLLM's"
-    sampling.use_our_sampler()
+    sampling.use_our_sampler(must_repeat=True)
+    assert sampling.sampler.gumbel_sample is sampling.vllms_sample
+    sampling.use_our_sampler(must_repeat=False)
     functions = sampling.sampler.gumbel_sample, sampling.sampler.compute_topk_scores
     assert [function.__func__ for function in functions] == [sampling.TokenSampler.sample, sampling.TokenSampler.score]
     assert functions[0].__self__ is functions[1].__self__
@@ -132,6 +151,7 @@ def main() -> None:
             check_attention(dtype, *shape)
         torch.set_default_dtype(torch.float32)
     with patch.object(sampling, "TILE", 64):
+        check_rare_tokens()
         check_sampling_without_probabilities()
     check_what_is_left_to_vllm()
     print("all kernels agree with torch")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -79,7 +80,9 @@ def get_rng_states() -> dict[str, str]:
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
     texts = {name: base64.b64encode(state.numpy().tobytes()).decode() for name, state in states.items()}
-    return texts | {"python": json.dumps(random.getstate())}
+    state: Any = np.random.get_state()  # vLLM draws seeds of requests from this generator
+    name, numbers, *others = state
+    return texts | {"python": json.dumps(random.getstate()), "numpy": json.dumps([name, numbers.tolist(), *others])}
 
 
 def set_rng_states(states: dict[str, str]) -> None:
@@ -91,3 +94,5 @@ def set_rng_states(states: dict[str, str]) -> None:
         torch.cuda.set_rng_state(state("cuda"))
     version, numbers, gauss = json.loads(states["python"])
     random.setstate((version, tuple(numbers), gauss))
+    if "numpy" in states:  # older checkpoints have none
+        np.random.set_state(tuple(json.loads(states["numpy"])))

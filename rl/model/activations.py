@@ -1,6 +1,6 @@
 """Estimate the device memory of an update and of an engine beyond weights and training state. No torch.
 
-The numbers of elements that a layer keeps for its backward pass are those of a compiled layer of llama or Qwen. How far
+The numbers of elements that a layer keeps for its backward pass are those of a layer of llama or Qwen. How far
 the estimates are from measured peaks is in tests/unit/test_activations.py.
 """
 
@@ -11,7 +11,6 @@ from rl.model.memory import DTYPE_BYTES
 from rl.model.shape import ModelShape, ModelSize
 
 LOGITS_BYTES = 10 << 27  # logits that the learner computes at once, with copies and gradients (rl/model/head.py)
-EAGER = 1.8  # a layer that is not compiled also keeps the results of its elementwise operations
 FRAGMENTS = 1.1  # what torch's allocator takes for activations, compared with what they need
 # A model of at most this many parameters is gathered as a whole. The host needs about 1 ms per layer and pass to gather
 # layers one by one, and in a small model the device, or the one core of a rank, is idle meanwhile.
@@ -46,11 +45,13 @@ def update_memory(
     """Estimate an update of a policy or critic. Layers are gathered one after the other, embedding and head at once."""
     dtype, num_layers, hidden = DTYPE_BYTES[config.model.dtype], shape.num_layers, shape.hidden
     heads = (shape.num_heads + shape.num_kv_heads) * shape.head_dim
-    kept = 2 * hidden + (3 if shape.has_qk_norm else 2) * heads + 2 * shape.intermediate  # of a layer, per token
+    if config.actor.compile:  # of a layer, per token
+        kept = 2 * hidden + (3 if shape.has_qk_norm else 2) * heads + 2 * shape.intermediate
+    else:  # also the results of elementwise operations
+        kept = 8 * hidden + (5 if shape.has_qk_norm else 2) * heads + 4 * shape.intermediate
     num_recomputed = {"full": num_layers, "selective": -(-num_layers // 2)}.get(recompute, 0)
     elements = (num_layers - num_recomputed) * kept + num_recomputed * hidden + (kept if num_recomputed else 0)
     gradients = heads + 6 * hidden + 3 * shape.intermediate  # of the layer that is computed
-    factor = FRAGMENTS * (1 if config.actor.compile else EAGER)
     head = shape.vocabulary * hidden
     root = head if is_critic else shape.num_in_root
     is_small = shape.size.num_parameters <= MAX_GATHERED_AT_ONCE
@@ -63,7 +64,7 @@ def update_memory(
             0 if is_critic else (4 + dtype) * head
         )  # gradients before their reduction
     logits = 0 if is_critic else kept_logits_bytes(config, shape, recompute)  # freed before a layer has gradients
-    per_token = int(factor * dtype * elements + max(logits, factor * dtype * gradients))
+    per_token = int(FRAGMENTS * dtype * elements + max(logits, FRAGMENTS * dtype * gradients))
     return UpdateMemory(fixed, per_token)
 
 

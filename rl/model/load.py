@@ -135,7 +135,7 @@ def _set_compute(model: Any, compute: Compute) -> None:
 def _compile(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
     """Compile a layer. Its backward pass computes again what takes no matrix product: the results of norms, and of the
     activation function times the gate. By default, torch keeps them, since matrix products read them. That would be 30
-    to 50 % more memory for activations."""
+    to 50 % more memory for activations (rl/model/activations.py), and at most 2 % faster."""
     with functorch.patch(ban_recompute_materialized_backward=False):
         return lookup_backend("inductor")(graph, inputs)
 

@@ -211,10 +211,10 @@ class _Search:
         of = f"of {format_bytes(self._card.usable)}"
         shown = {name: peaks.get(name, 0) for name in ("rollout", self._busiest)}
         use = ", ".join(f"{format_bytes(peak)} in the {name}" for name, peak in shown.items() if peak)
-        update = self._peaks.activations(best.config)["policy"]
+        update, room = self._peaks.activations(config)["policy"], self._budget(config, engine, needed).num_tokens
         reasons = {
             FRACTION: why,
-            TOKENS: f"{format_bytes(update.per_token)} of activations per token, and room for {_count(room)}",
+            TOKENS: f"{format_bytes(update.per_token)} of activations per token, and room for {_count(max(room, 0))}",
             OFFLOAD: f"the first of none, moments, rollout and always that fits, with {use or 'no learner'}",
             RECOMPUTE: why_recompute,
             SLEEP: self._choose_sleep(config, engine)[1],

@@ -4,6 +4,7 @@ these services until the run ends."""
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import torch
 
 from rl.data.prompts import sample_seed
@@ -57,7 +58,7 @@ def build_rollout_service(run: Run) -> RolloutService | None:
         print(f"oneworld: {engine.notice}", flush=True)
     # Each engine has its own seed. Each command of the phase rollout has others, because it samples a part of the run.
     start = int(world.id, 16) if run.phase.name == "rollout" else 0
-    torch.manual_seed(sample_seed(config.run.seed, start, index, 0))
+    seed_noise(sample_seed(config.run.seed, start, index, 0))
     host = EngineHost(world, ranks, engine, build)
     world.at_end(lambda: host.engine.close())
     # Requests without seeds use each rank's generator. Other code uses it too, so ranks could sample different tokens.
@@ -69,6 +70,13 @@ def build_rollout_service(run: Run) -> RolloutService | None:
     if run.stored is not None and host.is_lead:
         service.recorder = GroupRecorder(world.mail, leader, run.folder, run.stored.order)
     return service
+
+
+def seed_noise(seed: int) -> None:
+    """Seed the generators for requests that have no seed. vLLM's model runner V1 draws noise from that of torch, and V2
+    draws seeds from that of numpy."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % (1 << 32))
 
 
 def build_sync(

@@ -233,7 +233,7 @@ def test_waits_take_any_number_of_open_files() -> None:
             {
                 DIGEST_GPU: {("rl/sync/digest.py", True)},
                 ROTARY_GPU: {("rl/model/rotary.py", True)},
-                HEAD_GPU: {("rl/model/head.py", True)},
+                HEAD_GPU: {("rl/model/head.py", True), (VLLM_SAMPLING, False)},
                 DECODE_ATTENTION: {(VLLM_ATTENTION, False)},
                 VLLM_SAMPLING: {(VLLM_BUILD, True)},
             },

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -285,8 +286,8 @@ def test_outside_the_tested_versions_the_fast_paths_are_off(
     llm.llm_engine.engine_core.engine_core.scheduler = scheduler = object()
     switched_on: list[Any] = []
     monkeypatch.setattr(build.vllm, "__version__", version)
-    monkeypatch.setattr(build.vllm, "LLM", lambda **options: llm)
-    monkeypatch.setattr(build, "use_our_kernels", lambda: switched_on.append("kernels"))
+    monkeypatch.setattr(build.vllm, "LLM", lambda **options: np.random.seed(0) or llm)  # as vLLM does
+    monkeypatch.setattr(build, "use_our_kernels", lambda must_repeat: switched_on.append(f"kernels, {must_repeat}"))
     monkeypatch.setattr(build, "warm_up_what_is_used", lambda rollout: switched_on.append("warm-up"))
     monkeypatch.setattr(build, "install_fast_decode", lambda scheduler, *options: switched_on.append(scheduler))
     monkeypatch.setattr(build, "Generators", lambda llm: switched_on.append("noise"))
@@ -295,8 +296,11 @@ def test_outside_the_tested_versions_the_fast_paths_are_off(
     group = SimpleNamespace(entered=nullcontext)
     seat = SimpleNamespace(name="test", tp_rank=0, tp_size=1, stop_token_ids=[], sleeps=True)
     seat.device = torch.device("cuda")
+    np.random.seed(1)
+    expected = np.random.get_state()[1].tolist()
     built = build.build(Config(), tmp_path, seat, failed=SimpleNamespace(abandon=lambda: group))
-    assert switched_on == (["kernels", "warm-up", "noise", scheduler] if is_tested else [])
+    assert np.random.get_state()[1].tolist() == expected, "all engines would draw the same seeds for their requests"
+    assert switched_on == (["kernels, False", "warm-up", "noise", scheduler] if is_tested else [])
     assert (built.notice == "") == is_tested
     if not is_tested:
         assert built.notice.startswith(f"vLLM {version} is outside the tested versions (")
@@ -308,11 +312,11 @@ def test_outside_the_tested_versions_the_fast_paths_are_off(
 def test_engines_on_gpus_use_our_kernels(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The module of the sampler is a stand-in, since it needs Triton."""
     used: list[str] = []
-    sampling = SimpleNamespace(use_our_sampler=lambda: used.append("sampler"))
+    sampling = SimpleNamespace(use_our_sampler=lambda must_repeat: used.append(f"sampler, {must_repeat}"))
     monkeypatch.setitem(sys.modules, "rl.rollout.vllm.sampling", sampling)
     monkeypatch.setattr(build, "register_backend", lambda backend, path: used.append(path))
-    build.use_our_kernels()
-    assert used == ["rl.rollout.vllm.attention.DecodeBackend", "sampler"]
+    build.use_our_kernels(must_repeat=True)
+    assert used == ["rl.rollout.vllm.attention.DecodeBackend", "sampler, True"]
 
 
 def test_the_warm_up_compiles_what_a_run_samples_with(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed.distributed_c10d as c10d
 import vllm
@@ -49,13 +50,13 @@ def build(config: Config, model_folder: Path, seat: EngineSeat, failed: VllmEngi
     if seat.device.type == "cpu":
         turn_off_packing()
     elif not notice:
-        use_our_kernels()
+        use_our_kernels(config.rollout.deterministic)
         warm_up_what_is_used(config.rollout)
     inspect_models_here()
     HEART.beat("its process groups" if failed is None else "the memory of the failed engine")
     group = failed.abandon() if failed is not None else PrivateDefaultGroup(seat)
     options = _engine_options(config, model_folder, seat)
-    random_state = random.getstate()  # vLLM seeds this generator and those of torch
+    random_state, numpy_state = random.getstate(), np.random.get_state()  # vLLM seeds these and torch's generators
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices), group.entered():
         HEART.beat("vLLM's start")
@@ -69,6 +70,7 @@ def build(config: Config, model_folder: Path, seat: EngineSeat, failed: VllmEngi
         HEART.beat("a barrier of the engine's ranks")
         c10d.barrier()  # in the private default group
     random.setstate(random_state)
+    np.random.set_state(numpy_state)
     unlink_shared_memory(seat)
     continues = config.rollout.max_rounds > 1
     generators = Generators(llm) if continues or not notice else None
@@ -86,11 +88,11 @@ def inspect_models_here() -> None:
     registry._run_in_subprocess = lambda fn: fn()
 
 
-def use_our_kernels() -> None:
+def use_our_kernels(must_repeat: bool) -> None:
     from rl.rollout.vllm.sampling import use_our_sampler  # here, because it imports Triton
 
     register_backend(AttentionBackendEnum.FLASH_ATTN, "rl.rollout.vllm.attention.DecodeBackend")
-    use_our_sampler()
+    use_our_sampler(must_repeat)
 
 
 def warm_up_what_is_used(rollout: RolloutConfig) -> None:

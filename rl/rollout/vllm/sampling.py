@@ -3,9 +3,12 @@
 vLLM draws a random number for every entry of the vocabulary, and reads the logits four times: to sample, twice for the
 logprob, and to rank the token, which nothing here uses. Our kernel draws two numbers per token. The first one chooses a
 tile of the vocabulary by its probability, and the second one a token of this tile. So the kernel reads the logits once,
-and one tile of them again. Probabilities are as exact as with vLLM's kernel: all sums are in float32.
+and one tile of them again.
 
-The two numbers depend only on the seed of the request and on the position of the token, as vLLM's numbers do.
+The two numbers depend only on the seed of the request and on the position of the token, as vLLM's numbers do. But all
+probabilities before a token decide whether it is chosen. The rounding of logits depends on the other sequences of a
+step, and it changes more tokens than with vLLM's kernel. So vLLM samples where tokens must repeat
+(rollout.deterministic).
 """
 
 from typing import Any
@@ -17,6 +20,8 @@ from torch import Tensor
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.sample import sampler
 
+from rl.model.head_gpu import score
+
 TILE, NUM_WARPS = 4096, 4
 LOG2_E = tl.constexpr(1.4426950408889634)  # exp2 is cheaper than exp
 LOWEST = tl.constexpr(-1e30)  # not -inf, because all logits of a tile may be that
@@ -26,12 +31,15 @@ vllms_sample, vllms_scores = sampler.gumbel_sample, sampler.compute_topk_scores
 
 @triton.jit
 def _choose(weights, is_top, uniform, is_greedy, SIZE: tl.constexpr):
-    """Return an index with a probability proportional to its weight, or the first one of the largest weight."""
+    """Return an index with a probability proportional to its weight, or the first top. That one comes last in the
+    sums, because rare indices behind a large weight would be lost by rounding."""
     indices = tl.arange(0, SIZE)
-    sums = tl.cumsum(weights, axis=0)
-    is_reached = (sums > uniform * tl.max(sums, axis=0)) & (weights > 0.0)  # a sum may grow by rounding alone
-    chosen = tl.min(tl.where(is_reached, indices, SIZE), axis=0)
     first_top = tl.min(tl.where(is_top, indices, SIZE - 1), axis=0)
+    others = tl.where(indices == first_top, 0.0, weights)
+    sums = tl.cumsum(others, axis=0)
+    total = tl.max(sums, axis=0) + tl.sum(tl.where(indices == first_top, weights, 0.0), axis=0)
+    is_reached = (sums > uniform * total) & (others > 0.0)  # a sum may grow by rounding alone
+    chosen = tl.min(tl.where(is_reached, indices, SIZE), axis=0)
     return tl.where(is_greedy | (chosen == SIZE), first_top, chosen)
 
 
@@ -118,16 +126,18 @@ class TokenSampler:
         self, logits: Tensor, num_logprobs: int, sampled: Tensor, cu_num_logits: Any = None, **options: Any
     ) -> LogprobsTensors:
         asks_for_more = num_logprobs or options.get("max_per_req_token_ids") or options.get("logits_mode")
-        if asks_for_more or cu_num_logits is not None or sampled is not self._tokens:
+        if asks_for_more or cu_num_logits is not None:
             return vllms_scores(logits, num_logprobs, sampled, cu_num_logits, **options)
+        logprobs = self._logprobs if sampled is self._tokens else score(logits, sampled, temperature=1.0)[0]
         return LogprobsTensors(
             logprob_token_ids=sampled.unsqueeze(-1),
-            logprobs=self._logprobs.unsqueeze(-1),
+            logprobs=logprobs.unsqueeze(-1),
             selected_token_ranks=torch.zeros_like(sampled),
         )
 
 
-def use_our_sampler() -> None:
-    """Replace vLLM's functions in the engines of this process."""
+def use_our_sampler(must_repeat: bool) -> None:
+    """Replace vLLM's functions in the engines of this process. If tokens must repeat, vLLM samples them."""
     ours = TokenSampler()
-    sampler.gumbel_sample, sampler.compute_topk_scores = ours.sample, ours.score
+    sampler.gumbel_sample = vllms_sample if must_repeat else ours.sample
+    sampler.compute_topk_scores = ours.score
