@@ -22,6 +22,7 @@ def partition_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let torch.compile divide the work between forward and backward pass, but compile no code."""
     lookup = load.lookup_backend
     monkeypatch.setattr(load, "lookup_backend", lambda name: lookup("aot_eager_decomp_partition"))
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)  # the engine's package sets it on CPUs
     with torch._dynamo.config.patch(disable=False):
         yield
 
