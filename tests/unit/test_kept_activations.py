@@ -11,10 +11,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 from rl.model import attention, load, rotary
 from rl.model.load import Compute
 
-LENGTHS = [5, 9]
 SIZES = {"hidden_size": 64, "intermediate_size": 208, "num_attention_heads": 4, "num_key_value_heads": 2}
 HEADS = 6 * 16  # queries and keys of a token
-NUM_TOKENS = sum(LENGTHS)
+NUM_TOKENS = 14
 
 
 @pytest.fixture
