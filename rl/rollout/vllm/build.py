@@ -97,8 +97,8 @@ def use_our_kernels(must_repeat: bool) -> None:
 
 def warm_up_what_is_used(rollout: RolloutConfig) -> None:
     """Let vLLM's warm-up compile the kernels that this sampling needs. By default, it compiles those of all parameters,
-    such as penalties. Without caches, that is most of the warm-up (benchmarks/RESULTS.md). What only an evaluation needs
-    is compiled when it begins."""
+    such as penalties. Without caches, that is most of the warm-up (benchmarks/RESULTS.md). What only an evaluation
+    needs is compiled when it begins."""
     options = {"temperature": rollout.temperature, "top_p": rollout.top_p, "top_k": rollout.top_k, "logprobs": 0}
     SamplingParams.for_sampler_warmup = staticmethod(lambda: SamplingParams(**options))
 
