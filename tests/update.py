@@ -510,9 +510,9 @@ def check_likeness(got: dict[str, Tensor], wanted: dict[str, Tensor], least: flo
 
 def job(name: str, model: str, dtype: str = "float32", max_tokens: int = 25, **options: Any) -> dict[str, Any]:
     """Build a job. `options` are settings of the actor, or `idle` (the last rank owns nothing), or `at_once` (the whole
-    model is gathered at once, as small ones are), or `has_room` (for moments beside activations), or the `device`."""
-    others = {name: options.pop(name, False) for name in ("idle", "at_once", "has_room")}
-    others["device"] = options.pop("device", "cpu")
+    model is gathered at once, as small ones are), or the `device`."""
+    others = {"idle": options.pop("idle", False), "device": options.pop("device", "cpu")}
+    others["at_once"] = options.pop("at_once", False)
     plain = {"max_tokens_per_micro_batch": max_tokens, "compile": False, "offload": "none", "recompute": "none"}
     actor = ACTOR | plain | options
     fixed = {"algo": ALGO, "temperature": TEMPERATURE, "num_prompts": NUM_PROMPTS, "old_logprobs": "given"}

@@ -15,7 +15,6 @@ from torch import Tensor
 from rl.model.host_memory import HostBuffers
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-KEPT_FREE = 0.05  # of a GPU, where moments return early; for gaps between blocks, and for what others allocate
 SHORT_OF_MEMORY = "expandable_segments:True,pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
 WITHOUT_PAGES = "expandable_segments:False"  # torch sets everything that is not named to its default
 
@@ -37,10 +36,6 @@ class Offloader:
     @property
     def is_offloaded(self) -> bool:
         return bool(self._offloaded)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self._host.values())
 
     def start_offload(self) -> None:
         """Start the copy to host memory. Until `offload` is called, the tensors may be read but not written."""
@@ -102,21 +97,6 @@ def free_cached_memory(device: torch.device) -> None:
     """Give memory that torch's allocator keeps for later back to the device, where an engine needs it."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def bytes_in_use(device: torch.device) -> int:
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-
-
-def spare_bytes(device: torch.device, before: int) -> int:
-    """Return how much more a GPU can hold while work is repeated that began with `before` bytes in use. Its own peak
-    is not known: this takes that since the allocator's statistics were reset, so it may return too little."""
-    if device.type != "cuda":
-        return 0
-    free, total = torch.cuda.mem_get_info(device)
-    cached = torch.cuda.memory_reserved(device) - bytes_in_use(device)
-    needed = torch.cuda.max_memory_allocated(device) - before
-    return int(free + cached - needed - KEPT_FREE * total)
 
 
 def avoid_fragments() -> None:

@@ -22,7 +22,7 @@ from rl.config.schema import Config, Offload
 from rl.data.batch import Batch
 from rl.data.packing import cut_together, micro_batches_of, mini_batch_of
 from rl.learner.gradients import clip_gradients
-from rl.learner.offload import Offloader, bytes_in_use, spare_bytes
+from rl.learner.offload import Offloader
 from rl.learner.optimizers import StatePart, build_optimizer, local
 from rl.model.flops import ModelFlops
 from rl.model.host_memory import to_device
@@ -147,8 +147,9 @@ class ShardedTrainer:
 
     def start_offload(self) -> None:
         """Start to copy the moments to host memory; `offload` waits for it. Run no update in between."""
-        for offloader in self._offloaders_of_moments():
-            offloader.start_offload()
+        for kind, offloader in self._offloaders.items():
+            if kind not in self.weight_kinds:
+                offloader.start_offload()
 
     def offload(self) -> None:
         """Move the state that is to be offloaded to host memory. The memory of everything else that the trainer has
@@ -190,7 +191,8 @@ class ShardedTrainer:
     def bytes_present(self) -> int:
         """Return how many of these bytes are on the device now, before or after an optimizer step."""
         sizes = self.bytes_by_kind()
-        is_offloaded = any(each.is_offloaded for each in self._offloaders_of_moments())
+        moments = [each for kind, each in self._offloaders.items() if kind not in self.weight_kinds]
+        is_offloaded = any(each.is_offloaded for each in moments)
         has_gradients = any(parameter.grad is not None for parameter in self._parameters)
         return sizes["weights"] + has_gradients * sizes["gradients"] + (not is_offloaded) * sizes["optimizer"]
 
@@ -232,14 +234,11 @@ class ShardedTrainer:
         """Run the forward and backward passes of these micro-batches, whose losses are multiplied by `scale`. With
         `is_end`, an optimizer step follows the last one."""
         measures.sum("perf/update_tflop", self._flops.of_update(batch.lengths.tolist()) / 1e12)
-        before = bytes_in_use(self._device)
         for number, micro_batch in enumerate(micro_batches_of(batch, micro_batches, self.kind)):
             is_last = is_end and number + 1 == len(micro_batches)
             self._set_reduction(is_last)
             with self._reloading_moments() if is_last else nullcontext():
                 self._accumulate(micro_batch, scale, measures)
-            if is_end and number == 0:
-                self._reload_moments_early(before)
 
     def _step(self, mini_batch: Batch, denominator: Tensor, measures: Measures) -> None:
         """Check the gradients of a mini-batch, clip them, and run the optimizer."""
@@ -264,17 +263,6 @@ class ShardedTrainer:
             self.optimizer.step(self.lr)
             self.num_updates += 1
         self.optimizer.zero_grad()
-
-    def _offloaders_of_moments(self) -> list[Offloader]:
-        return [each for kind, each in self._offloaders.items() if kind not in self.weight_kinds]
-
-    def _reload_moments_early(self, before: int) -> None:
-        """Reload the moments in parallel with all further passes, if the device has room for them beside activations.
-        The first micro-batch has told what these need: none is larger. `before` were the bytes in use before it."""
-        offloaded = [each for each in self._offloaders_of_moments() if each.is_offloaded]
-        if offloaded and sum(each.num_bytes for each in offloaded) <= spare_bytes(self._device, before):
-            for each in offloaded:
-                each.start_reload()
 
     @contextmanager
     def _reloading_moments(self) -> Iterator[None]:

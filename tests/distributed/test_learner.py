@@ -43,7 +43,7 @@ WAYS = {
         {"max_tokens": 25, "recompute": "selective"},
         {"max_tokens": 25, "recompute": "selective", "at_once": True},
         {"max_tokens": 25, "offload": "moments", "at_once": True},
-        {"max_tokens": 25, "offload": "rollout", "has_room": True},
+        {"max_tokens": 25, "offload": "rollout"},
         {"max_tokens": 25, "offload": "moments", "recompute": "full"},
         {"max_tokens": 25, "offload": "always", "recompute": "selective"},
     ],

@@ -46,7 +46,7 @@ def update(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
     if replicas > 1:
         mesh = init_device_mesh(device.type, (replicas, size // replicas), mesh_dim_names=("replica", "shard"))
     compute = Compute(actor.compile, actor.recompute, on_host=actor.offload == "always")
-    set_limits(job)
+    choose_gathering(job)
     model = load_model(folder / job["model"], mesh, device, job["dtype"], trained_part(job), compute=compute)
     fill_adapters(model, folder, job, mesh)
     layers = model.model.layers
@@ -74,7 +74,7 @@ def update(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
     load_reference = (lambda: reference) if algo.kl_estimator == "full" else None
     learner = PolicyTrainer(ShardedModel(model, pg, device), config, 4, [1, 2, 3], load_reference)
     reduces_once = actor.offload != "always" and (mesh.ndim == 2 or mesh.size() == 1)
-    watched = WatchedUpdate(learner, job, reduces_once, checks_operators=not actor.compile)
+    watched = WatchedUpdate(learner, job["at_once"], reduces_once, checks_operators=not actor.compile)
     measures = Measures()
     share = batch.select(owned_by(rank, size, batch, job))
     if share.advantages is None:
@@ -120,11 +120,9 @@ def update(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
     report(pg, folder, job, model, measures)
 
 
-def set_limits(job: dict) -> None:
-    """Gather the model of this job at once, or layer by layer as a large one. Let the device have room for moments
-    beside activations, or none."""
+def choose_gathering(job: dict) -> None:
+    """Gather the model of this job at once, or layer by layer as a large one."""
     load.MAX_GATHERED_AT_ONCE = 1 << 28 if job["at_once"] else 0
-    sharded_trainer.spare_bytes = lambda device, before: 1 << 40 if job["has_room"] else 0
 
 
 def trained_part(job: dict) -> bool | Adapters:
@@ -211,14 +209,13 @@ class CheckedOperators(TorchDispatchMode):
 class WatchedUpdate:
     """Check the optimizer steps of an update, where the trainer cuts a mini-batch and where it takes micro-batches.
 
-    Moments are offloaded before each step. If the device has room for them, they come back after the first micro-batch.
-    Otherwise they stay away until the last backward pass has freed the activations of their layer, and moments that
-    belong to no layer until the end. A rank with the whole model, and replicas, reduce
+    Moments are offloaded before each step. They stay so until the last backward pass has freed the activations of their
+    layer, and moments that belong to no layer until the end. A rank with the whole model, and replicas, reduce
     gradients only after the last micro-batch. A model that is gathered at once stays gathered until then.
     """
 
-    def __init__(self, trainer: ShardedTrainer, job: dict, reduces_once: bool, checks_operators: bool):
-        self._trainer, self._at_once, self._has_room = trainer, job["at_once"], job["has_room"]
+    def __init__(self, trainer: ShardedTrainer, at_once: bool, reduces_once: bool, checks_operators: bool):
+        self._trainer, self._at_once = trainer, at_once
         self._reduces_once, self._checks_operators = reduces_once, checks_operators
         self._parameters = list(trainer.model.parameters())  # shards; a gathered model shows whole parameters instead
         self._moments: list[LocalSlice] = []  # known after the first step, which makes them
@@ -270,8 +267,7 @@ class WatchedUpdate:
             others = before - len(of_layers)
             assert others < before, (others, before)
             counts = [count for _, count, _ in self._after]
-            expected = [0] * len(counts) if self._has_room else [before] * len(early) + [others]
-            assert counts == expected, (counts, before, others)
+            assert counts == [before] * len(early) + [others], (counts, before, others)
         self._after = []
         if self._trainer.num_updates:
             kinds, parts = self._trainer.weight_kinds, self._trainer.state_slices()
@@ -298,7 +294,7 @@ def update_critic(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
     actor, algo, critic_config = ActorConfig(**job["actor"]), AlgoConfig(**job["algo"]), CriticConfig(**job["critic"])
     mesh, place = DeviceMesh.from_group(pg, device.type), folder / job["model"]
     compute = Compute(actor.compile, actor.recompute, on_host=actor.offload == "always")
-    set_limits(job)
+    choose_gathering(job)
     model = load_model(place, mesh, device, job["dtype"], trained_part(job), compute=compute, as_critic=True)
     fill_adapters(model, folder, job, mesh)
     inference = InferenceConfig(max_tokens_per_micro_batch=30)
@@ -310,7 +306,7 @@ def update_critic(pg: dist.ProcessGroup, folder: Path, job: dict) -> None:
     found = {"before": critic.add_values(share).values}
     offload_and_reload(critic)
     reduces_once = actor.offload != "always" and mesh.size() == 1
-    with WatchedUpdate(critic, job, reduces_once, checks_operators=False):
+    with WatchedUpdate(critic, job["at_once"], reduces_once, checks_operators=False):
         critic.update(share, job["num_prompts"], measures)
     offload_and_reload(critic)
     found["after"] = critic.add_values(share).values
