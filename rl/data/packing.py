@@ -1,39 +1,86 @@
 """Pack sequences into micro-batches under a token budget, and balance groups of sequences over their owners.
 
 A forward pass of a sharded model is a collective, so all ranks of its mesh must run the same number of micro-batches.
+A micro-batch computes a prompt once for all of its sequences (rl/data/shared_prompts.py). So the samples of a group are
+packed together as far as the budget allows.
 """
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rl.data.batch import Batch
+from rl.data.shared_prompts import first_with_prompt
 from rl.watch.heart import HEART, size_class
 
 MIN_TOKENS = 256  # heartbeats report all smaller micro-batches as one shape
+REPEATED = 4  # so many repeated tokens of a prompt count as one in a budget: their keys and values need memory
+OVERHEAD = 1 / 16  # of a micro-batch, in full ones: a guess of what it takes besides its tokens
 MAX_IMBALANCE = 1.02  # maximum cost of an owner relative to the mean; groups are moved only above it
 
 
-def estimate_costs(lengths: Sequence[int], hidden_size: int) -> list[float]:
-    """Return the cost of each sequence, in units of one token without attention.
+class Unit(NamedTuple):
+    """Sequences that are computed together, because they begin with the same prompt."""
+
+    sequences: list[int]
+    num_tokens: int  # in a budget: see REPEATED
+    cost: float  # in units of one token without attention
+
+
+def units_of(batch: Batch, max_tokens: float, hidden_size: int) -> list[Unit]:
+    """Return the units of a batch. A unit above the budget has a single sequence.
+
+    Large units compute a prompt less often, and small ones fill micro-batches better. The best size is chosen.
+    """
+    lengths, prompts = batch.lengths.tolist(), batch.prompt_lengths.tolist()
+    together: dict[int, list[int]] = {}
+    for sequence, first in enumerate(first_with_prompt(batch)):
+        together.setdefault(first, []).append(sequence)
+
+    def unit_of(sequences: list[int]) -> Unit:
+        num_repeated, prompt = len(sequences) - 1, prompts[sequences[0]]
+        num_tokens = sum(lengths[s] for s in sequences) - num_repeated * prompt + -(-num_repeated * prompt // REPEATED)
+        cost = sum(_cost(lengths[s], hidden_size) for s in sequences) - num_repeated * _cost(prompt, hidden_size)
+        return Unit(sequences, num_tokens, cost)
+
+    def split(sequences: list[int], limit: float) -> list[list[int]]:
+        prompt = prompts[sequences[0]]
+        own = [lengths[s] - prompt + prompt / REPEATED for s in sequences]
+        return [[sequences[index] for index in part] for part in _first_fit(own, limit - prompt)]
+
+    def units_within(limit: float) -> list[Unit]:
+        return [unit_of(part) for sequences in together.values() for part in split(sequences, limit)]
+
+    def seconds(units: list[Unit]) -> float:
+        """Return the time of all micro-batches, in units of cost."""
+        return sum(unit.cost for unit in units) + OVERHEAD * max_tokens * count_micro_batches(units, max_tokens)
+
+    if math.isinf(max_tokens) or len(together) == batch.num_sequences:
+        return units_within(max_tokens)
+    return min((units_within(max_tokens / number) for number in (1, 2, 4)), key=seconds)
+
+
+def _cost(length: int, hidden_size: int) -> float:
+    """Return the cost of a sequence.
 
     A transformer layer has about 12 hidden_size^2 weights, and a token attends to half of its sequence on average.
     """
-    return [length * (1 + length / (12 * hidden_size)) for length in lengths]
+    return length * (1 + length / (12 * hidden_size))
 
 
-def count_micro_batches(lengths: Sequence[int], max_tokens: int) -> int:
-    """Return how many micro-batches first-fit-decreasing packing needs. A sequence above the budget gets its own."""
-    return len(_first_fit(lengths, max_tokens))
+def count_micro_batches(units: Sequence[Unit], max_tokens: float) -> int:
+    """Return how many micro-batches first-fit-decreasing packing needs. A unit above the budget gets its own."""
+    return len(_first_fit([unit.num_tokens for unit in units], max_tokens))
 
 
 def pack(lengths: Sequence[float], costs: Sequence[float], max_tokens: float, count: int) -> list[list[int]]:
-    """Return `count` micro-batches, as even in cost as the budget allows.
+    """Return `count` parts, as even in cost as the budget allows.
 
-    `count` must be at least what `count_micro_batches` returns.
+    `count` must be at least what `_first_fit` needs.
     """
     parts: list[list[int]] = [[] for _ in range(count)]
     tokens, part_costs = [0.0] * count, [0.0] * count
@@ -62,14 +109,15 @@ def _first_fit(lengths: Sequence[float], max_tokens: float) -> list[list[int]]:
     return [sorted(part) for part in parts]
 
 
-def cut(batch: Batch, max_tokens: int, hidden_size: int, count: int) -> list[list[int]]:
+def cut(units: Sequence[Unit], max_tokens: int, count: int) -> list[list[int]]:
     """Return `count` micro-batches as lists of sequence indices, as even in cost as the token budget allows.
 
     The one with most tokens comes first, so that all others can reuse the memory that torch has cached for it.
     """
-    lengths = batch.lengths.tolist()
-    micro_batches = pack(lengths, estimate_costs(lengths, hidden_size), max_tokens, count)
-    return sorted(micro_batches, key=lambda sequences: -sum(lengths[sequence] for sequence in sequences))
+    sizes = [unit.num_tokens for unit in units]
+    micro_batches = pack(sizes, [unit.cost for unit in units], max_tokens, count)
+    micro_batches.sort(key=lambda part: -sum(sizes[index] for index in part))
+    return [sorted(s for index in part for s in units[index].sequences) for part in micro_batches]
 
 
 def cut_together(batch: Batch, max_tokens: int, hidden_size: int, pg: dist.ProcessGroup) -> list[list[int]]:
@@ -78,10 +126,11 @@ def cut_together(batch: Batch, max_tokens: int, hidden_size: int, pg: dist.Proce
     The number is the largest that a rank needs. It is at least 1, so that there are metrics and probe logits even if
     no rank has a sequence.
     """
-    count = torch.tensor([count_micro_batches(batch.lengths.tolist(), max_tokens)])
+    units = units_of(batch, max_tokens, hidden_size)
+    count = torch.tensor([count_micro_batches(units, max_tokens)])
     with HEART.in_collective("actor"):
         dist.all_reduce(count, op=dist.ReduceOp.MAX, group=pg)
-    return cut(batch, max_tokens, hidden_size, max(1, int(count)))
+    return cut(units, max_tokens, max(1, int(count)))
 
 
 def micro_batches_of(batch: Batch, micro_batches: list[list[int]], user: str) -> Iterator[Batch]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from rl.config.schema import AlgoConfig
 from rl.data.batch import Batch
-from rl.data.packing import count_micro_batches, cut, cut_together, estimate_costs, over_micro_batches, split_evenly
+from rl.data.packing import count_micro_batches, cut, cut_together, over_micro_batches, split_evenly, units_of
 from rl.learner.offload import Offloader
 from rl.model.logprobs import certainty_of_responses, hidden_size_of, score_responses
 from rl.model.shards import TensorInfo, local_slices, reshard
@@ -46,6 +46,11 @@ class ScoringModels:
     @property
     def hidden_size(self) -> int:
         return hidden_size_of(next(iter(self.by_field.values())))
+
+    def cut(self, batch: Batch, name: str, count: int = 0) -> list[list[int]]:
+        """Cut a batch into the micro-batches of a pass: `count` of them, or as many as it needs."""
+        units = units_of(batch, self.max_tokens[name], self.hidden_size)
+        return cut(units, self.max_tokens[name], count or count_micro_batches(units, self.max_tokens[name]))
 
     def passes(self, fields: Sequence[str]) -> list[str]:
         """Return the fields for which a model runs. Self-certainty comes from the pass for old_logprobs."""
@@ -261,23 +266,21 @@ class LogprobService(Service):
 
     def _cut(self, letter: Letter[ScoreBatch]) -> None:
         asked, models, batch = letter.message, self._models, Batch.from_bytes(letter.payload)
-        lengths = batch.lengths.tolist()
-        parts = split_evenly(estimate_costs(lengths, models.hidden_size), len(self._scorers))
-        counts = {
-            name: max(count_micro_batches([lengths[s] for s in part], models.max_tokens[name]) for part in parts)
-            for name in models.passes(asked.fields)
-        }
-        for rank, part in zip(self._scorers, parts, strict=True):
+        names = models.passes(asked.fields)
+        limit = min((models.max_tokens[name] for name in names), default=1)
+        units = units_of(batch, limit, models.hidden_size)
+        shares = split_evenly([unit.cost for unit in units], len(self._scorers))
+        parts = [sorted(s for index in share for s in units[index].sequences) for share in shares]
+        batches = [batch.select(part) for part in parts]
+        counts = {name: max(len(models.cut(each, name)) for each in batches) for name in names}
+        for rank, part, each in zip(self._scorers, parts, batches, strict=True):
             message = ScorePart(letter.source, asked.request, asked.version, asked.fields, part, counts)
-            self._mail.send(rank, message, payload=batch.select(part).to_bytes())
+            self._mail.send(rank, message, payload=each.to_bytes())
 
     def _score_part(self, letter: Letter[ScorePart]) -> None:
         asked, models, batch = letter.message, self._models, Batch.from_bytes(letter.payload)
         assert asked.version == self.version, f"asked to score version {asked.version}, this rank holds {self.version}"
-        cuts = {
-            name: cut(batch, models.max_tokens[name], models.hidden_size, count)
-            for name, count in asked.num_micro_batches.items()
-        }
+        cuts = {name: models.cut(batch, name, count) for name, count in asked.num_micro_batches.items()}
         scores = models.score(asked.fields, batch, cuts)
         answer = PartScores(asked.request, asked.sequences)
         self._mail.send(asked.actor, answer, payload=safetensors.torch.save(scores))

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from rl.config.schema import Config, Offload
 from rl.data.batch import Batch
 from rl.data.packing import cut_together, micro_batches_of, mini_batch_of
+from rl.data.shared_prompts import repeated_prompts
 from rl.learner.gradients import clip_gradients
 from rl.learner.offload import Offloader
 from rl.learner.optimizers import StatePart, build_optimizer, local
@@ -233,12 +234,13 @@ class ShardedTrainer:
     ) -> None:
         """Run the forward and backward passes of these micro-batches, whose losses are multiplied by `scale`. With
         `is_end`, an optimizer step follows the last one."""
-        measures.sum("perf/update_tflop", self._flops.of_update(batch.lengths.tolist()) / 1e12)
         for number, micro_batch in enumerate(micro_batches_of(batch, micro_batches, self.kind)):
             is_last = is_end and number + 1 == len(micro_batches)
             self._set_reduction(is_last)
             with self._reloading_moments() if is_last else nullcontext():
                 self._accumulate(micro_batch, scale, measures)
+            repeated = repeated_prompts(micro_batch).tolist()
+            measures.sum("perf/update_tflop", self._flops.of_update(micro_batch.lengths.tolist(), repeated) / 1e12)
 
     def _step(self, mini_batch: Batch, denominator: Tensor, measures: Measures) -> None:
         """Check the gradients of a mini-batch, clip them, and run the optimizer."""

@@ -1,7 +1,8 @@
 """Attention over packed sequences, registered with transformers under two names.
 
 A micro-batch is one row of tokens in which sequences lie end to end. The model's keyword arguments say where each
-sequence begins. A sequence attends causally, and only to itself.
+sequence begins. A sequence attends causally, and only to itself. If it begins with the prompt of an earlier one, the
+row has only what follows, and it attends to the other's prompt (rl/data/shared_prompts.py).
 
     varlen    torch's own kernel for packed rows, in half precision on GPUs
     ragged    works on every device and in every dtype: sequences of similar length are gathered into padded blocks.
@@ -21,7 +22,9 @@ from transformers import AttentionInterface
 
 from rl.config.schema import ConfigError
 from rl.data.batch import span_indices
+from rl.data.shared_prompts import Rows
 from rl.model.host_memory import to_device
+from rl.model.spread import Places, spread_rows
 
 RAGGED, VARLEN = "ragged", "varlen"
 # Padding limit of a block: its longest sequence has at most MAX_STRETCH * n + FREE_PADDING tokens, where n is the
@@ -31,37 +34,51 @@ MAX_STRETCH, FREE_PADDING = 1.25, 16
 TAKES_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
-def arguments(name: str, lengths: Sequence[int], num_probe_tokens: int, device: torch.device) -> dict[str, Any]:
-    """Return the arguments of this attention for a row of sequences. A probe is one more sequence at the end."""
-    if name == VARLEN:
-        every = [*lengths, num_probe_tokens] if num_probe_tokens else lengths
-        cu_lengths = F.pad(torch.tensor(every, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0))
+def arguments(model: Any, lengths: Sequence[int], rows: Rows, num_extra: int, device: torch.device) -> dict[str, Any]:
+    """Return the arguments of a model's attention for sequences of these lengths. Extra tokens at the end of the row,
+    such as a probe, are one more sequence."""
+    places = Places.of(rows, num_extra)
+    if model.config._attn_implementation == VARLEN:
+        every, own = ([*each, num_extra] if num_extra else each for each in (lengths, rows.lengths))
         # The kernel needs only an upper bound; a power of two keeps the number of compiled variants small.
-        bound = 1 << max(every, default=1).bit_length()
-        return {"cu_lengths": to_device(cu_lengths, device), "longest": bound}
+        found: dict[str, Any] = {"longest": 1 << max(every, default=1).bit_length()}
+        found["cu_lengths"] = to_device(_ends(every), device)
+        # A run whose prompts have several samples has these in all micro-batches, or layers would be compiled twice.
+        if len(places.repeated) or getattr(model, "shares_prompts", False):
+            found["cu_rows"] = to_device(_ends(own), device)
+            found["places"] = [to_device(each, device) for each in places]
+        return found
     starts = [0, *itertools.accumulate(lengths)]
     spans = [([starts[s] for s in group], [lengths[s] for s in group]) for group in _group_by_length(lengths)]
-    if num_probe_tokens:
-        spans.append(([starts[-1]], [num_probe_tokens]))
-    return {"blocks": [_make_block(*span, device) for span in spans]}
+    if num_extra:
+        spans.append(([starts[-1]], [num_extra]))
+    return {"blocks": [_make_block(*span, places, device) for span in spans]}
+
+
+def _ends(lengths: Sequence[int]) -> Tensor:
+    """Return [sequences + 1] int32: the start of each sequence, and the end of the last."""
+    return F.pad(torch.tensor(lengths, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0))
 
 
 class _Block(NamedTuple):
     """A group of sequences, which are padded to the longest one."""
 
-    tokens: Tensor  # [N] position of each token in the row
-    sequences: Tensor  # [N] index of the token's sequence in the block
-    places: Tensor  # [N] position of the token in that sequence
+    rows: Tensor  # [T] row of each token, in the whole row of the micro-batch
+    sequences: Tensor  # [T] index of the token's sequence in the block
+    places: Tensor  # [T] position of the token in that sequence
+    own: Tensor  # tokens of the block that have a row of their own
     shape: tuple[int, int]  # number of sequences, longest length
 
 
-def _make_block(starts: Sequence[int], lengths: Sequence[int], device: torch.device) -> _Block:
+def _make_block(starts: Sequence[int], lengths: Sequence[int], of: Places, device: torch.device) -> _Block:
     counts = torch.tensor(lengths)
     sequences = torch.repeat_interleave(torch.arange(len(lengths)), counts)
     places = span_indices(torch.zeros_like(counts), counts)
-    indices = (torch.tensor(starts)[sequences] + places, sequences, places)
-    tokens, sequences, places = (to_device(each, device) for each in indices)
-    return _Block(tokens, sequences, places, (len(lengths), max(lengths)))
+    tokens = torch.tensor(starts)[sequences] + places
+    rows = of.rows[tokens]
+    own = (of.tokens[rows] == tokens).nonzero().squeeze(1)
+    rows, sequences, places, own = (to_device(each, device) for each in (rows, sequences, places, own))
+    return _Block(rows, sequences, places, own, (len(lengths), max(lengths)))
 
 
 def _group_by_length(lengths: Sequence[int]) -> list[list[int]]:
@@ -92,16 +109,22 @@ def varlen_attention(
     attention_mask: None,
     cu_lengths: Tensor,
     longest: int,
+    cu_rows: Tensor | None = None,
+    places: Sequence[Tensor] | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attend with torch's kernel. `cu_lengths` is [sequences + 1] int32, and `longest` an upper bound of lengths."""
+    """Attend with torch's kernel. `cu_lengths` and `cu_rows` are [sequences + 1] int32, and `longest` is an upper bound
+    of lengths. A query's last row belongs to the last key of its sequence."""
     _check_supported(others)
     query, key, value = (in_memory_order(x) for x in (query, key, value))
     window = ((others.get("sliding_window") or 0) - 1, 0)
     options: dict[str, Any] = {"scale": others.get("scaling"), "window_size": window}
     if query.shape[1] != key.shape[1] and TAKES_GQA:
         options["enable_gqa"] = True
-    output = varlen_attn(query, key, value, cu_lengths, cu_lengths, longest, longest, **options)
+    if places is not None:
+        key, value = spread_rows(key, *places), spread_rows(value, *places)
+    cu_rows = cu_lengths if cu_rows is None else cu_rows
+    output = varlen_attn(query, key, value, cu_rows, cu_lengths, longest, longest, **options)
     assert isinstance(output, Tensor)
     return output.unsqueeze(0), None
 
@@ -123,9 +146,10 @@ def ragged_attention(
     flat = [in_memory_order(x) for x in (query, key, value)]
     parts = []
     for block in blocks:
-        q, k, v = (_pad(x[block.tokens], block) for x in flat)
-        parts.append(F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)[block.sequences, block.places])
-    order = torch.cat([block.tokens for block in blocks])
+        q, k, v = (_pad(x[block.rows], block) for x in flat)
+        attended = F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
+        parts.append(attended[block.sequences[block.own], block.places[block.own]])
+    order = torch.cat([block.rows[block.own] for block in blocks])
     output = torch.empty_like(flat[0]).index_put((order,), torch.cat(parts))
     return output.unsqueeze(0), None
 

@@ -39,8 +39,9 @@ class ModelFlops(NamedTuple):
         num_trained = sum(count for count, is_trained in counts if is_trained)
         return ModelFlops(num_trained, sum(count for count, _ in counts) - num_trained, width)
 
-    def of_update(self, lengths: Sequence[int]) -> int:
-        """Return the operations of the forward and backward passes of these sequences.
+    def of_update(self, lengths: Sequence[int], repeated: Sequence[int] = ()) -> int:
+        """Return the operations of the forward and backward passes of these sequences. `repeated` are the lengths of
+        prompts that are computed with another sequence.
 
         A trained parameter takes 6 per token: one multiplication and one addition in the forward pass, and twice that
         in the backward pass, for the gradients of inputs and of weights. A frozen one takes 4. Attention takes
@@ -48,4 +49,5 @@ class ModelFlops(NamedTuple):
         all pairs. Passes that are only repeated to save memory do not count.
         """
         of_token = 6 * self.num_trained + 4 * self.num_frozen
-        return of_token * sum(lengths) + 6 * self.attention_width * sum(each * each for each in lengths)
+        num_tokens, num_pairs = (sum(x**n for x in lengths) - sum(x**n for x in repeated) for n in (1, 2))
+        return of_token * num_tokens + 6 * self.attention_width * num_pairs

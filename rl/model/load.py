@@ -40,6 +40,7 @@ class Compute:
     compiled: bool = False
     recomputed: str = "none"  # as actor.recompute
     on_host: bool = False  # keep parameters and gradients in host memory; layers are on the device only to compute
+    shares_prompts: bool = False  # several sequences of a micro-batch usually begin with the same prompt
 
 
 PLAIN = Compute()
@@ -65,6 +66,7 @@ def load_model(
     name = attention.VARLEN if device.type == "cuda" and dtype == "bfloat16" else attention.RAGGED
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=name)
+    model.shares_prompts = compute.shares_prompts
     rotary.replace(model)
     own_head = _give_value_head(model) if as_critic else ""
     if not as_critic:

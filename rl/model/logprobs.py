@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rl.config.schema import ConfigError
 from rl.data.batch import Batch
+from rl.data.shared_prompts import rows_of
 from rl.model import attention
 from rl.model.head import Reference, Scores, self_certainty, token_scores
 from rl.model.host_memory import to_device
@@ -97,16 +98,15 @@ def value_responses(model: Any, batch: Batch, device: torch.device) -> Tensor:
 
 def _inputs(model: Any, batch: Batch, device: torch.device, probe: Sequence[int] = ()) -> dict[str, Any]:
     """Return the inputs of a forward pass. An empty batch gets one token, since the forward pass is a collective."""
-    response = batch.loss_mask.nonzero().squeeze(1)
+    rows, response = rows_of(batch), batch.loss_mask.nonzero().squeeze(1)
     extra = torch.tensor(probe or ([] if batch.num_tokens else [0]), dtype=torch.int64)
     places = torch.arange(len(extra))
     inputs = {
-        "tokens": torch.cat([batch.tokens, extra]),
-        "positions": torch.cat([batch.positions, places]),
+        "tokens": torch.cat([batch.tokens[rows.tokens], extra]),
+        "positions": torch.cat([batch.positions[rows.tokens], places]),
         # A token is predicted at the row before it. A probe needs all of its rows.
-        "kept": torch.cat([response - 1, batch.num_tokens + places[: len(probe)]]),
+        "kept": torch.cat([rows.of_tokens[response - 1], len(rows.tokens) + places[: len(probe)]]),
         "targets": batch.tokens[response],
     }
     moved = {name: to_device(tensor, device) for name, tensor in inputs.items()}
-    attention_name = model.config._attn_implementation
-    return moved | attention.arguments(attention_name, batch.lengths.tolist(), len(extra), device)
+    return moved | attention.arguments(model, batch.lengths.tolist(), rows, len(extra), device)

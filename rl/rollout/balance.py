@@ -1,5 +1,6 @@
 """Balance groups between actors, since all actors wait for the one with the most work."""
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from rl.data.batch import Batch
-from rl.data.packing import balance_owners, estimate_costs
+from rl.data.packing import balance_owners, units_of
 from rl.watch.heart import HEART
 from rl.watch.ledger import Awaited
 from rl.world.messages import Mailbox, Message
@@ -39,7 +40,7 @@ class Balancer:
 
     def cost(self, group: Batch) -> float:
         """Return an estimate of the work to train on a group."""
-        return sum(estimate_costs(group.lengths.tolist(), self._hidden_size))
+        return sum(unit.cost for unit in units_of(group, math.inf, self._hidden_size))
 
     def balance(self, groups: Groups, owners: Sequence[int], mini_batches: Sequence[int]) -> Groups:
         """Move groups between the actors, and return this rank's groups by position.

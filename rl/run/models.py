@@ -145,7 +145,8 @@ def load(
     # In the phase rollout, a model is loaded only to send it to the engines, one of which has this rank's device.
     compiled = config.actor.compile and is_cuda and not is_sampling
     recomputed = config.critic_recompute if as_critic else config.actor.recompute
-    compute = Compute(compiled, recomputed, on_host=is_cuda if is_sampling else on_host)
+    shares_prompts = config.rollout.num_samples_per_prompt > 1
+    compute = Compute(compiled, recomputed, is_cuda if is_sampling else on_host, shares_prompts)
     dtype, folder = config.model.dtype, folder or run.model_folder
     filled = filled or isinstance(trainable, Adapters)
     is_made_up = filled and config.debug.dry_run and not has_weights(folder)

@@ -1,9 +1,11 @@
 """Actors even out what they were dealt: real processes, mail and process groups, and the real Rollouts."""
 
+import math
+
 import pytest
 
 from rl.data.batch import Batch
-from rl.data.packing import estimate_costs, mini_batch_of
+from rl.data.packing import mini_batch_of, units_of
 from tests.distributed.balance_world import HIDDEN_SIZE, NUM_ACTORS, NUM_MINI_BATCHES, NUM_PROMPTS, group_of
 from tests.launcher import run_program
 
@@ -28,7 +30,8 @@ def costs_by_actor(batch: int, positions: list[list[int]], mini_batch: int) -> l
     costs = []
     for mine in positions:
         ours = [p for p in mine if mini_batch_of(p, NUM_PROMPTS[batch], NUM_MINI_BATCHES) == mini_batch]
-        costs.append(sum(sum(estimate_costs(group_of(batch, p).lengths.tolist(), HIDDEN_SIZE)) for p in ours))
+        units = [unit for p in ours for unit in units_of(group_of(batch, p), math.inf, HIDDEN_SIZE)]
+        costs.append(sum(unit.cost for unit in units))
     return costs
 
 

@@ -27,6 +27,7 @@ def test_operations_of_an_update() -> None:
     assert ModelFlops.of(Model(num_hidden_layers=2, num_attention_heads=3, head_dim=8)).attention_width == 48
     assert ModelFlops.of(Model()) == ModelFlops(100, 0, 0)
     assert flops.of_update([]) == 0
+    assert flops.of_update([5, 5, 2], [3]) == 6 * 100 * 9 + 6 * 24 * (29 + 25 - 9), "two begin with the same 3 tokens"
 
 
 def test_a_frozen_parameter_takes_no_operations_for_its_gradient() -> None:

@@ -1,25 +1,75 @@
 """Micro-batches within a token budget, parts of equal cost, and the balancing of groups over owners."""
 
+import math
 import random
-from types import SimpleNamespace
+from collections.abc import Sequence
 
 import pytest
-import torch
 
 from rl.data.packing import (
+    Unit,
     balance_owners,
     count_micro_batches,
     cut,
-    estimate_costs,
     mini_batch_of,
     pack,
     split_evenly,
+    units_of,
 )
+from tests.unit.test_shared_prompts import batch_of
+
+
+def units(lengths: Sequence[int]) -> list[Unit]:
+    """Units of one sequence, whose attention is free."""
+    return [Unit([index], length, length) for index, length in enumerate(lengths)]
 
 
 def test_costs_grow_faster_than_lengths() -> None:
-    assert estimate_costs([0, 12, 24], hidden_size=2) == [0, 18, 48]  # 12 (1 + 12/24) and 24 (1 + 24/24)
-    assert estimate_costs([], hidden_size=2) == []
+    found = units_of(batch_of([("a", 12), ("b", 24)]), 100, hidden_size=2)
+    assert [unit.cost for unit in found] == [18, 48]  # 12 (1 + 12/24) and 24 (1 + 24/24)
+    assert units_of(batch_of([]), 100, hidden_size=2) == []
+
+
+def test_a_prompt_counts_once_and_its_copies_as_a_quarter() -> None:
+    (unit,) = units_of(batch_of([("a" * 8, 12), ("a" * 8, 10), ("a" * 8, 9)]), 100, hidden_size=2)
+    assert unit.sequences == [0, 1, 2]
+    assert unit.num_tokens == 12 + 2 + 1 + 4
+    pairs = 12 * 12 + (10 * 10 - 8 * 8) + (9 * 9 - 8 * 8)
+    assert unit.cost == pytest.approx(12 + 2 + 1 + pairs / 24)
+
+
+def test_samples_of_a_prompt_stay_together_as_far_as_the_budget_allows() -> None:
+    batch = batch_of([("a" * 20, 30), ("b" * 20, 30), ("a" * 20, 30), ("b" * 20, 30), ("a" * 20, 30)])
+    assert cut(units_of(batch, 70, 64), 70, 2) == [[0, 2, 4], [1, 3]]  # 60 tokens (30 + 2 x 10 + 40 / 4), and 45
+    # Two fit into 50 tokens (30 + 10 + 20 / 4), and three do not.
+    assert [unit.sequences for unit in units_of(batch, 50, 64)] == [[0, 2], [4], [1, 3]]
+    assert [unit.sequences for unit in units_of(batch, 29, 64)] == [[0], [2], [4], [1], [3]]
+
+
+def test_units_are_smaller_if_that_fills_micro_batches_better() -> None:
+    """Eight samples of a short prompt are a little more than half a micro-batch, so only one such unit would fit."""
+    batch = batch_of([(prompt * 4, 104) for prompt in "abcdef" for _ in range(8)])
+    found = units_of(batch, 1500, hidden_size=64)
+    assert len(found) > 6 and count_micro_batches(found, 1500) == 4
+    long = batch_of([(prompt * 900, 910) for prompt in "abcdef" for _ in range(8)])
+    found = units_of(long, 4900, hidden_size=64)
+    assert [len(unit.sequences) for unit in found] == [8] * 6, "a long prompt is not computed twice to fill a gap"
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_units_hold_every_sequence_once_within_the_budget(seed: int) -> None:
+    random_ = random.Random(seed)
+    sequences = []
+    for prompt in "abcdefgh"[: random_.randint(1, 8)]:
+        size = random_.randint(1, 40)
+        sequences += [(prompt * size, size + random_.randint(1, 60)) for _ in range(random_.randint(1, 9))]
+    random_.shuffle(sequences)
+    batch, budget = batch_of(sequences), random_.choice([30, 80, 300, math.inf])
+    found = units_of(batch, budget, hidden_size=16)
+    assert sorted(s for unit in found for s in unit.sequences) == list(range(len(sequences)))
+    for unit in found:
+        assert len({sequences[s][0] for s in unit.sequences}) == 1
+        assert unit.num_tokens <= budget or len(unit.sequences) == 1
 
 
 @pytest.mark.parametrize(
@@ -34,7 +84,7 @@ def test_costs_grow_faster_than_lengths() -> None:
     ],
 )
 def test_count_micro_batches(lengths: list[int], max_tokens: int, wanted: int) -> None:
-    assert count_micro_batches(lengths, max_tokens) == wanted
+    assert count_micro_batches(units(lengths), max_tokens) == wanted
 
 
 @pytest.mark.parametrize(
@@ -60,8 +110,8 @@ def test_pack_is_even_in_cost_not_in_tokens() -> None:
 def test_pack_places_every_sequence_within_the_budget(seed: int) -> None:
     random_ = random.Random(seed)
     lengths = [random_.randint(1, 60) for _ in range(random_.randint(0, 40))]
-    costs, max_tokens = estimate_costs(lengths, hidden_size=3), random_.randint(20, 200)
-    fewest = count_micro_batches(lengths, max_tokens)
+    costs, max_tokens = [length * (1 + length / 36) for length in lengths], random_.randint(20, 200)
+    fewest = count_micro_batches(units(lengths), max_tokens)
     assert sum(lengths) <= max(max_tokens, *lengths, 0) * fewest
     for count in (fewest, fewest + 1, fewest + 5):
         parts = pack(lengths, costs, max_tokens, count)
@@ -74,8 +124,7 @@ def test_pack_places_every_sequence_within_the_budget(seed: int) -> None:
 
 
 def test_the_largest_micro_batch_is_computed_first() -> None:
-    batch = SimpleNamespace(lengths=torch.tensor([8, 6, 4, 9, 3]))
-    assert cut(batch, 11, hidden_size=8, count=3) == [[0, 4], [1, 2], [3]]  # type: ignore[arg-type]
+    assert cut(units([8, 6, 4, 9, 3]), 11, count=3) == [[0, 4], [1, 2], [3]]
 
 
 def assert_even(spent: list[float], costs: list[float]) -> None:
