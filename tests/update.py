@@ -51,17 +51,17 @@ def make_model(folder: Path, kind: str, seed: int = 0) -> torch.nn.Module:
     return model.train()
 
 
-def make_batch() -> Batch:
-    """Build 5 groups of 3 rollouts with lengths from 3 to 20. Old logprobs differ enough to reach both clips. The
-    rollouts of the first three groups begin with the same prompt, as in a run, and those of the others do not."""
+def make_batch(shares_prompts: bool = False) -> Batch:
+    """Build 5 groups of 3 rollouts with lengths from 3 to 20. Old logprobs differ enough to reach both clips. With
+    `shares_prompts`, the rollouts of four groups begin with the same prompt, as in a run."""
     torch.manual_seed(1)
     lengths = torch.randint(3, 21, (NUM_PROMPTS * 3,))
     num_tokens = int(lengths.sum())
     tokens = torch.randint(0, SHAPE["vocab_size"], (num_tokens,))
     prompt_lengths = torch.minimum(torch.randint(1, 6, lengths.shape), lengths - 1)
     starts = lengths.cumsum(0) - lengths
-    for first in (0, 3, 6):
-        prompt_lengths[first : first + 3] = size = min(5, int(lengths[first : first + 3].min()) - 1)
+    for first in (0, 3, 6, 9) if shares_prompts else ():
+        prompt_lengths[first : first + 3] = size = int(lengths[first : first + 3].min()) - 1
         for start in starts[first + 1 : first + 3].tolist():
             tokens[start : start + size] = tokens[starts[first] : starts[first] + size]
     return batch_of_responses(
@@ -384,11 +384,13 @@ def certainties(model: torch.nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 MODELS = ("llama, tied", "qwen3, untied")
+SHARED = "shared.safetensors"  # a batch whose rollouts share prompts
 
 
 class Reference(NamedTuple):
     folder: Path  # of the models and the batch, and of what jobs write
-    expected: dict[str, tuple[dict[str, Tensor], list[tuple[float, float, float, int]]]]  # by model: weights, losses
+    # By model: weights, losses. Also those of the first model with the batch SHARED.
+    expected: dict[str, tuple[dict[str, Tensor], list[tuple[float, float, float, int]]]]
     variants: dict[str, tuple[dict[str, Tensor], float, float]]  # weights, loss and gradient norm
     conversations: dict[str, tuple[dict[str, Tensor], float, float]]  # the same
     critics: dict[str, CriticResult]  # by model
@@ -400,6 +402,11 @@ def make_reference(folder: Path) -> Reference:
     batch, expected, variants, conversations, critics, certain = make_batch(), {}, {}, {}, {}, {}
     (folder / "batch.safetensors").write_bytes(batch.to_bytes())
     (folder / "conversations.safetensors").write_bytes(make_conversations().to_bytes())
+    shared = make_batch(shares_prompts=True)
+    (folder / SHARED).write_bytes(shared.to_bytes())
+    model = make_model(folder / MODELS[0], MODELS[0])
+    losses = reference_update(model, shared)
+    expected[SHARED] = {name: parameter.detach() for name, parameter in model.named_parameters()}, losses
     for kind in MODELS:
         model = make_model(folder / kind, kind)
         certain[kind] = certainties(model, batch)
@@ -499,7 +506,7 @@ def check_lora(
     assert all(torch.equal(got[name], tensor) for name, tensor in stored.items()), "a frozen weight has changed"
     assert len(stored) == len(got), "the model has other weights than its files"
     num_trained, num_frozen = (sum(tensor.numel() for tensor in of.values()) for of in (trained, got))
-    check_flops(values_of(folder, job), 6 * num_trained + 4 * num_frozen)
+    check_flops(values_of(folder, job), 6 * num_trained + 4 * num_frozen, job)
     gradients = load_file(folder / f"{job['name']}.gradients.safetensors")
     least = 0.999999 if job["dtype"] == "float32" else MIN_LIKENESS
     check_likeness(gradients, wanted.gradients, least, job)
@@ -536,6 +543,11 @@ def spoilt_token(batch: Batch, is_truncated: bool) -> int:
     is_cut = torch.repeat_interleave(batch.truncated, batch.lengths)
     fitting = batch.loss_mask & (batch.advantages < 0) & (is_cut == is_truncated)
     return int(fitting.nonzero()[0])
+
+
+def shared_job(name: str, **options: Any) -> dict[str, Any]:
+    """A job with rollouts that begin with the same prompts."""
+    return job(name, MODELS[0], **options) | {"batch": SHARED}
 
 
 def variant_job(name: str) -> dict[str, Any]:
@@ -581,11 +593,10 @@ def weights_of(folder: Path, job: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def check(reference: Reference, job: dict[str, Any], loss_tolerance: float, weight_tolerance: float) -> None:
-    weights, losses = reference.expected[job["model"]]
+    weights, losses = reference.expected[SHARED if job["batch"] == SHARED else job["model"]]
     values = values_of(reference.folder, job)
     check_losses(losses, values, loss_tolerance, job)
-    is_whole = job["actor"]["max_tokens_per_micro_batch"] > 1000
-    check_flops(values, 6 * sum(tensor.numel() for tensor in weights.values()), is_whole)
+    check_flops(values, 6 * sum(tensor.numel() for tensor in weights.values()), job)
     got = weights_of(reference.folder, job)
     check_weights(got, weights, weight_tolerance, job)
     begun = load_file(reference.folder / job["model"] / "model.safetensors")
@@ -594,19 +605,20 @@ def check(reference: Reference, job: dict[str, Any], loss_tolerance: float, weig
     assert likeness > MIN_LIKENESS, f"weights went another way: {likeness} with {job}"
 
 
-def check_flops(values: dict[str, float], of_token: int, computes_all: bool = False) -> None:
-    """Check the operations of an update, of which its parameters need so many for a token. How many prompts are
-    computed with another sequence depends on the micro-batches; with `computes_all`, these hold the whole batch."""
-    batch = make_batch()
+def check_flops(values: dict[str, float], of_token: int, job: dict[str, Any]) -> None:
+    """Check the operations of an update, of which its parameters need so many for a token. Shared prompts count once in
+    a micro-batch, so more of them do in smaller ones."""
+    batch = make_batch(shares_prompts=job["batch"] == SHARED)
 
     def flops(repeated: Tensor) -> float:
         num_tokens, num_pairs = (int((batch.lengths**n).sum() - (repeated**n).sum()) for n in (1, 2))
         width = 2 * 4 * 8  # layers, heads and size of a head
         return ALGO["num_epochs"] * (of_token * num_tokens + 6 * width * num_pairs) / 1e12
 
-    shared = flops(repeated_prompts(batch))
-    most = shared if computes_all else flops(torch.zeros_like(batch.lengths))
-    assert shared * (1 - 1e-9) <= values["perf/update_tflop"] <= most * (1 + 1e-9), (values, shared, most)
+    least, most = flops(repeated_prompts(batch)), flops(torch.zeros_like(batch.lengths))
+    if job["actor"]["max_tokens_per_micro_batch"] > batch.num_tokens:
+        most = least
+    assert least * (1 - 1e-9) <= values["perf/update_tflop"] <= most * (1 + 1e-9), (values, least, most)
 
 
 def check_losses(

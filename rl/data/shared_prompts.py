@@ -20,13 +20,6 @@ class Rows(NamedTuple):
     of_tokens: Tensor  # [T] row of each token
     lengths: list[int]  # number of rows of each sequence; what it shares with an earlier one is not among them
 
-    @property
-    def repeated(self) -> Tensor:
-        """Return the tokens whose row is that of another token."""
-        is_own = torch.zeros(len(self.of_tokens), dtype=torch.bool)
-        is_own[self.tokens] = True
-        return (~is_own).nonzero().squeeze(1)
-
 
 def first_with_prompt(batch: Batch) -> list[int]:
     """Return for each sequence the first one with the same prompt."""

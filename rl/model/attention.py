@@ -12,6 +12,7 @@ row has only what follows, and it attends to the other's prompt (rl/data/shared_
 import inspect
 import itertools
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -44,7 +45,7 @@ def arguments(model: Any, lengths: Sequence[int], rows: Rows, num_extra: int, de
         found: dict[str, Any] = {"longest": 1 << max(every, default=1).bit_length()}
         found["cu_lengths"] = to_device(_ends(every), device)
         # A run whose prompts have several samples has these in all micro-batches, or layers would be compiled twice.
-        if len(places.repeated) or getattr(model, "shares_prompts", False):
+        if len(places.tokens) < len(places.rows) or getattr(model, "shares_prompts", False):
             found["cu_rows"] = to_device(_ends(own), device)
             found["places"] = [to_device(each, device) for each in places]
         return found
@@ -168,6 +169,22 @@ def _pad(flat: Tensor, block: _Block) -> Tensor:
     """Return [N, heads, head_dim] as [sequences, heads, longest, head_dim]."""
     padded = flat.new_zeros(*block.shape, *flat.shape[1:])
     return padded.index_put((block.sequences, block.places), flat).transpose(1, 2)
+
+
+@cache
+@torch.no_grad()
+def check_kernel(device: torch.device) -> None:
+    """Raise if torch's kernel takes queries that follow a shared prompt for the first ones of their sequence."""
+    x = torch.arange(3 * 64, device=device).sin().view(3, 1, 64).bfloat16()
+    ends, last_end = (_ends([count]).to(device) for count in (3, 1))
+    whole = varlen_attn(x, x, x, ends, ends, 4, 4, window_size=(-1, 0))
+    last = varlen_attn(x[2:], x, x, last_end, ends, 4, 4, window_size=(-1, 0))
+    assert isinstance(whole, Tensor) and isinstance(last, Tensor)
+    if not torch.allclose(whole[2:], last, atol=1e-2):
+        raise RuntimeError(
+            f"varlen_attn of torch {torch.__version__} does not align the last query of a sequence with its last key, "
+            "so prompts cannot be shared; install a version that requirements.txt allows"
+        )
 
 
 def register() -> None:

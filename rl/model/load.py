@@ -79,6 +79,8 @@ def load_model(
     _turn_dropout_off(model)
     if device.type == "cuda":
         rotary.load_kernels()
+    if name == attention.VARLEN:
+        attention.check_kernel(device)
     mark_compilation()
     _shard(model, mesh, dtype, compute.on_host)
     model.to_empty(device="cpu" if compute.on_host else device)

@@ -17,17 +17,20 @@ class Places(NamedTuple):
 
     rows: Tensor  # [T] row of each token
     tokens: Tensor  # [N] the token whose row it is
-    repeated: Tensor  # [M] tokens that share the row of another one
-    shared: Tensor  # [U] rows that several tokens have
-    targets: Tensor  # [M] index in `shared` of the row of each repeated token
+    shared: Tensor  # [U] rows that several tokens have, and the first two
+    members: Tensor  # [M] tokens of these rows
+    targets: Tensor  # [M] index in `shared` of the row of each member
 
     @staticmethod
     def of(rows: Rows, num_extra: int) -> "Places":
         """Return the places of these rows, with extra tokens at the end."""
         tokens = torch.cat([rows.tokens, len(rows.of_tokens) + torch.arange(num_extra)])
         of_tokens = torch.cat([rows.of_tokens, len(rows.tokens) + torch.arange(num_extra)])
-        shared, targets = rows.of_tokens[rows.repeated].unique(return_inverse=True)
-        return Places(of_tokens, tokens, rows.repeated, shared, targets)
+        is_shared = torch.bincount(of_tokens) > 1
+        is_shared[:2] = True  # torch.compile makes another variant where a tensor has one element or none
+        members = is_shared[of_tokens].nonzero().squeeze(1)
+        targets = (is_shared.cumsum(0) - 1)[of_tokens[members]]
+        return Places(of_tokens, tokens, is_shared.nonzero().squeeze(1), members, targets)
 
 
 @torch.library.custom_op("oneworld::spread_rows", mutates_args=())
@@ -38,21 +41,20 @@ def spread_rows(x: Tensor, rows: Tensor, tokens: Tensor, repeated: Tensor, share
 
 @spread_rows.register_fake
 def _empty_copies(x: Tensor, rows: Tensor, *_: Tensor) -> Tensor:
-    return x.new_empty(len(rows), *x.shape[1:])
+    return x.new_empty(rows.shape[0], *x.shape[1:])  # len(rows) would fix the number
 
 
 @torch.library.custom_op("oneworld::collect_rows", mutates_args=())
-def collect_rows(x: Tensor, tokens: Tensor, repeated: Tensor, shared: Tensor, targets: Tensor) -> Tensor:
+def collect_rows(x: Tensor, tokens: Tensor, shared: Tensor, members: Tensor, targets: Tensor) -> Tensor:
     """Return [N, ...] from [T, ...]: the sum over all tokens of a row."""
-    total = x.index_select(0, tokens)
-    sums = total.index_select(0, shared).float()
-    sums.index_put_((targets,), x.index_select(0, repeated).float(), accumulate=True)  # index_add_ has no order on GPUs
-    return total.index_copy_(0, shared, sums.to(x.dtype))
+    sums = x.new_zeros(len(shared), *x.shape[1:], dtype=torch.float32)
+    sums.index_put_((targets,), x.index_select(0, members).float(), accumulate=True)  # index_add_ has no order on GPUs
+    return x.index_select(0, tokens).index_copy_(0, shared, sums.to(x.dtype))
 
 
 @collect_rows.register_fake
 def _empty_sums(x: Tensor, tokens: Tensor, *_: Tensor) -> Tensor:
-    return x.new_empty(len(tokens), *x.shape[1:])
+    return x.new_empty(tokens.shape[0], *x.shape[1:])
 
 
 def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:

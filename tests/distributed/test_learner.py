@@ -27,6 +27,7 @@ from tests.update import (
     make_reference,
     mini_batch_jobs,
     run_jobs,
+    shared_job,
     spoilt_token,
     values_of,
     variant_job,
@@ -57,6 +58,9 @@ WAYS = {
 }
 COMPILED = job("compiled", MODELS[0], compile=True, recompute="selective")  # only once, since tracing is slow
 IN_BF16 = {num_ranks: job(f"bf16 {num_ranks}", MODELS[0], "bfloat16", at_once=num_ranks == 2) for num_ranks in (1, 2)}
+# By number of ranks: micro-batches with whole groups, with parts of groups, and on one rank without any work.
+SHARED_WAYS = {1: {"max_tokens": 10_000}, 2: {"max_tokens": 25, "at_once": True}, 4: {"max_tokens": 40, "idle": True}}
+SHARED_JOBS = {num_ranks: shared_job(f"shared prompts {num_ranks}", **way) for num_ranks, way in SHARED_WAYS.items()}
 ONE_UPDATE = ALGO | {"num_mini_batches": 1, "num_epochs": 1, "kl_coef": 0.0}
 ON_POLICY = [
     job(f"old logprobs {source}", MODELS[0]) | {"algo": ONE_UPDATE, "old_logprobs": source}
@@ -140,8 +144,9 @@ CRITICS = {
     for model in MODELS
 }
 EXTRA = {
-    1: [COMPILED, IN_BF16[1]],
+    1: [COMPILED, IN_BF16[1], SHARED_JOBS[1]],
     2: [
+        SHARED_JOBS[2],
         IN_BF16[2],
         *ON_POLICY,
         RECORDED[1],
@@ -160,7 +165,7 @@ EXTRA = {
         *ALGORITHMS.values(),
         ADAPTERS,
     ],
-    4: [],
+    4: [SHARED_JOBS[4]],
 }
 
 
@@ -193,6 +198,12 @@ def test_one_denominator_and_equal_micro_batch_counts(reference: Reference, num_
     is computed."""
     for way in ways(num_ranks):
         check(reference, way, loss_tolerance=1e-5, weight_tolerance=2e-5)  # a step moves a weight by up to 1e-3
+
+
+@pytest.mark.parametrize("num_ranks", SHARED_JOBS)
+def test_prompts_that_are_computed_once(reference: Reference, num_ranks: int) -> None:
+    """The update equals that of sequences which are computed alone, also if a group is cut."""
+    check(reference, SHARED_JOBS[num_ranks], loss_tolerance=1e-5, weight_tolerance=2e-5)
 
 
 @pytest.mark.parametrize("model", MODELS)

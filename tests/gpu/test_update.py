@@ -16,6 +16,7 @@ from tests.update import (
     make_reference,
     mini_batch_jobs,
     run_jobs,
+    shared_job,
     spoilt_token,
     values_of,
     variant_job,
@@ -48,6 +49,7 @@ def test_every_way_to_compute_an_update(tmp_path: Path) -> None:
         for dtype in LIMITS
         for number, way in enumerate(WAYS)
     ]
+    jobs += [shared_job(f"shared prompts {dtype}", device="cuda", compile=True) | {"dtype": dtype} for dtype in LIMITS]
     losses = {name: variant_job(name) | {"device": "cuda"} for name in VARIANTS}
     with_empty = mini_batch_jobs("cuda")
     run_jobs(tmp_path, {1: [*jobs, *losses.values(), *with_empty]}, timeout_s=500)

@@ -1,6 +1,6 @@
 """A prompt that sequences share is computed once, and everything comes out as if each had been computed alone."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ def test_rows_of_prompts_that_are_shared() -> None:
     rows = rows_of(batch)
     assert rows.tokens.tolist() == [0, 1, 2, 3, 4, 5, 8]
     assert rows.of_tokens.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 6]
-    assert (rows.lengths, rows.repeated.tolist()) == ([4, 2, 1], [6, 7])
+    assert rows.lengths == [4, 2, 1]
     assert repeated_prompts(batch).tolist() == [0, 0, 2]
 
 
@@ -63,16 +63,14 @@ def test_a_batch_without_sequences() -> None:
     assert (len(rows.tokens), len(rows.of_tokens), rows.lengths) == (0, 0, [])
 
 
-def results(model: Any, batches: Sequence[Batch]) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Return logprobs and self-certainty of these batches in order, and the gradients of a sum over all tokens."""
+def results(model: Any, batches: Sequence[Batch]) -> tuple[Tensor, list[Tensor]]:
+    """Return the logprobs of these batches in order, and the gradients of a sum over all tokens."""
     logprobs = [score_responses(model, each, 0.8, CPU).logprobs for each in batches]
     factors = torch.arange(1, 1 + sum(map(len, logprobs))).sin()
     (torch.cat(logprobs) * factors).sum().backward()
     gradients = [parameter.grad.full_tensor() for parameter in model.parameters()]
     model.zero_grad()
-    with torch.no_grad():
-        certainty = [certainty_of_responses(model, each, 0.8, CPU)[1] for each in batches]
-    return torch.cat(logprobs).detach(), torch.cat(certainty), gradients
+    return torch.cat(logprobs).detach(), gradients
 
 
 def assert_equal_results(one: Any, other: Any) -> None:
@@ -84,39 +82,95 @@ def assert_equal_results(one: Any, other: Any) -> None:
 def test_scores_and_gradients_are_those_of_sequences_alone(family: str, mesh: DeviceMesh, tmp_path: Path) -> None:
     model = load_model(save(tmp_path, family), mesh, CPU, "float32", trainable=True)
     batch = batch_of(SEQUENCES)
-    alone = results(model, [batch.select([sequence]) for sequence in range(batch.num_sequences)])
-    assert_equal_results(results(model, [batch]), alone)
+    alone = [batch.select([sequence]) for sequence in range(batch.num_sequences)]
+    assert_equal_results(results(model, [batch]), results(model, alone))
+    with torch.no_grad():
+        together, *apart = (certainty_of_responses(model, each, 0.8, CPU)[1] for each in (batch, *alone))
+    torch.testing.assert_close(together, torch.cat(apart), atol=1e-4, rtol=1e-4)
+
+
+def parts_of(query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, scale: float) -> Iterator[Any]:
+    """Yield for each sequence its slices of queries and keys, and its attention. Queries end with the keys."""
+    for q, k in zip(cu_q.unfold(0, 2, 1).tolist(), cu_k.unfold(0, 2, 1).tolist()):
+        of_q, of_k = slice(*q), slice(*k)
+        scores = scale * torch.einsum("qhd,khd->hqk", query[of_q], key[of_k])
+        mask = torch.ones(scores.shape[1:], dtype=torch.bool).tril(scores.shape[2] - scores.shape[1])
+        yield of_q, of_k, scores.masked_fill(~mask, -torch.inf).softmax(-1)
+
+
+@torch.library.custom_op("tests::attend", mutates_args=())
+def attend(query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, scale: float) -> Tensor:
+    parts = parts_of(query, key, value, cu_q, cu_k, scale)
+    return torch.cat([torch.einsum("hqk,khd->qhd", weights, value[of_k]) for _, of_k, weights in parts])
+
+
+@torch.library.custom_op("tests::attend_back", mutates_args=())
+def attend_back(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    to_query, to_key, to_value = (torch.zeros_like(each) for each in (query, key, value))
+    for of_q, of_k, weights in parts_of(query, key, value, cu_q, cu_k, scale):
+        to_value[of_k] = torch.einsum("hqk,qhd->khd", weights, grad[of_q])
+        moved = torch.einsum("qhd,khd->hqk", grad[of_q], value[of_k])
+        moved = scale * weights * (moved - (weights * moved).sum(-1, keepdim=True))
+        to_query[of_q] = torch.einsum("hqk,khd->qhd", moved, key[of_k])
+        to_key[of_k] = torch.einsum("hqk,qhd->khd", moved, query[of_q])
+    return to_query, to_key, to_value
+
+
+attend.register_fake(lambda query, *_: torch.empty_like(query))
+attend_back.register_fake(lambda grad, *inputs: tuple(torch.empty_like(each) for each in inputs[:3]))
+
+
+def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:5])
+    ctx.scale = inputs[5]
+
+
+attend.register_autograd(
+    lambda ctx, grad: (*attend_back(grad, *ctx.saved_tensors, ctx.scale), None, None, None), setup_context=save_inputs
+)
 
 
 def kernel(query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, *_: Any, **options: Any) -> Tensor:
-    """Attend as torch's kernel for packed rows is documented to: the last query belongs to the last key."""
+    """Attend as torch's kernel for packed rows does: the last query of a sequence belongs to its last key."""
     assert options["window_size"] == (-1, 0)
-    parts = []
-    for (q_start, q_end), (k_start, k_end) in zip(cu_q.unfold(0, 2, 1).tolist(), cu_k.unfold(0, 2, 1).tolist()):
-        q, k, v = query[q_start:q_end], key[k_start:k_end], value[k_start:k_end]
-        mask = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
-        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-        out = F.scaled_dot_product_attention(q, k, v, mask, scale=options["scale"], enable_gqa=True)
-        parts.append(out[0].transpose(0, 1))
-    return torch.cat(parts)
+    key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
+    return attend(query, key, value, cu_q, cu_k, options.get("scale") or query.shape[-1] ** -0.5)
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_the_kernel_for_packed_rows_gets_the_keys_of_whole_sequences(
     is_compiled: bool, mesh: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel itself needs a GPU. A compiled layer calls it as one operator."""
+    """The kernel itself needs a GPU. A layer is compiled once, whether a micro-batch shares prompts or not."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     folder, batch = save(tmp_path, "qwen3"), batch_of(SEQUENCES)
     expected = results(load_model(folder, mesh, CPU, "float32", trainable=True), [batch])
     monkeypatch.setattr(attention, "RAGGED", attention.VARLEN)  # which load_model chooses on a CPU
-    monkeypatch.setattr(attention, "varlen_attn", torch.compiler.disable(kernel))
+    monkeypatch.setattr(attention, "varlen_attn", kernel)
     model = load_model(folder, mesh, CPU, "float32", trainable=True, compute=Compute(shares_prompts=True))
     if is_compiled:
         for layer in model.model.layers:
             layer.forward = torch.compile(layer.forward, backend="aot_eager", dynamic=True)
     assert_equal_results(results(model, [batch]), expected)
-    different = batch_of([("a", 4), ("b", 7)])  # which share nothing
+    different = batch_of([("ab", 4), ("abc", 7)])  # which share nothing
     assert_equal_results(results(model, [different]), results(model, [different.select([0]), different.select([1])]))
+    num_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert num_graphs == is_compiled
+
+
+def test_a_kernel_that_aligns_other_ends_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def other_kernel(query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, *_: Any, **__: Any) -> Any:
+        return F.scaled_dot_product_attention(*(x.transpose(0, 1) for x in (query, key, value)), is_causal=True)[0]
+
+    attention.check_kernel.cache_clear()
+    monkeypatch.setattr(attention, "varlen_attn", other_kernel)
+    with pytest.raises(RuntimeError, match="prompts cannot be shared; install a version"):
+        attention.check_kernel(CPU)
+    monkeypatch.setattr(attention, "varlen_attn", kernel)
+    attention.check_kernel(CPU)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
