@@ -48,9 +48,9 @@ SMOKE = {  # by program; what follows a comma names another run of it
         "before after",
     ),
     "learner": Smoke(
-        "--model 10m --sequences 2 --length 32 --prompt 8 --max-tokens 64 --dtype float32 --rounds 1",
+        "--model 10m --sequences 2 --length 32 --prompt 8 --samples 2 --max-tokens 64 --dtype float32 --rounds 1",
         "parameters seconds_per_step first_s tokens_per_s",
-        "mfu mfu_with_attention peak_allocated_gib",
+        "mfu mfu_with_attention peak_allocated_gib alone",
     ),
     "merge": Smoke(
         "--gigabytes 0.05 --hidden 512 --vocabulary 4096 --shards 2 --rounds 1",
