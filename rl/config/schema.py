@@ -519,8 +519,9 @@ class ActorConfig:
     max_grad_norm: float = key(1.0, "Maximum global gradient norm; larger gradients are scaled down.", POSITIVE)
     max_tokens_per_micro_batch: int = key(
         0,
-        "Maximum tokens per pass. A longer sequence runs alone. 0: derived, 20,480, more for tiny models "
-        "and long sequences, less if memory is short. On a CPU 8,192.",
+        "Maximum tokens per pass. A longer sequence runs alone. A prompt that samples share counts once, and a quarter "
+        "for each further sample. 0: derived, 20,480, more for tiny models and long sequences, less if memory is "
+        "short. On a CPU 8,192.",
         NOT_NEGATIVE,
     )
     compile: bool = key(True, "Compile the layers on GPUs. The first steps take some tens of seconds longer.")
