@@ -52,6 +52,18 @@ def mesh() -> "Iterator[DeviceMesh]":
 
 
 @pytest.fixture
+def compiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let torch.compile work, which the engine's package turns off on CPUs, and forget what it has compiled."""
+    import torch._dynamo
+
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    with torch._dynamo.config.patch(disable=False):
+        yield
+
+
+@pytest.fixture
 def root(tmp_path: Path) -> Path:
     return tmp_path / "run" / "checkpoints"
 

@@ -1,5 +1,6 @@
 """Attention that the learner does not support is an error: otherwise results would be silently wrong."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -7,13 +8,18 @@ import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from rl.config.schema import ConfigError
+from rl.data.shared_prompts import Rows
 from rl.model import attention
 from rl.model.attention import RAGGED, VARLEN, ragged_attention, varlen_attention
 
-WHERE: dict[Any, dict[str, Any]] = {
-    ragged_attention: attention.arguments(RAGGED, [3], 0, torch.device("cpu")),
-    varlen_attention: attention.arguments(VARLEN, [3], 0, torch.device("cpu")),
-}
+
+def arguments(name: str) -> dict[str, Any]:
+    """Return the arguments for a row with one sequence."""
+    model = SimpleNamespace(config=SimpleNamespace(_attn_implementation=name))
+    return attention.arguments(model, [3], Rows(torch.arange(3), torch.arange(3), [3]), 0, torch.device("cpu"))
+
+
+WHERE = {ragged_attention: arguments(RAGGED), varlen_attention: arguments(VARLEN)}
 
 
 @pytest.mark.parametrize("other", [{"softcap": 50.0}, {"s_aux": torch.zeros(2)}])

@@ -1,6 +1,6 @@
 """What a compiled layer keeps for its backward pass is what rl/model/activations.py counts."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,13 +17,10 @@ NUM_TOKENS = 14
 
 
 @pytest.fixture
-def partition_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def partition_only(monkeypatch: pytest.MonkeyPatch, compiles: None) -> None:
     """Let torch.compile divide the work between forward and backward pass, but compile no code."""
     lookup = load.lookup_backend
     monkeypatch.setattr(load, "lookup_backend", lambda name: lookup("aot_eager_decomp_partition"))
-    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)  # the engine's package sets it on CPUs
-    with torch._dynamo.config.patch(disable=False):
-        yield
 
 
 @torch.library.custom_op("oneworld_tests::attend", mutates_args=())

@@ -141,11 +141,9 @@ def kernel(query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor
 
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_the_kernel_for_packed_rows_gets_the_keys_of_whole_sequences(
-    is_compiled: bool, mesh: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    is_compiled: bool, mesh: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiles: None
 ) -> None:
     """The kernel itself needs a GPU. A layer is compiled once, whether a micro-batch shares prompts or not."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
     folder, batch = save(tmp_path, "qwen3"), batch_of(SEQUENCES)
     expected = results(load_model(folder, mesh, CPU, "float32", trainable=True), [batch])
     monkeypatch.setattr(attention, "RAGGED", attention.VARLEN)  # which load_model chooses on a CPU
