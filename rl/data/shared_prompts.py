@@ -30,15 +30,19 @@ def first_with_prompt(batch: Batch) -> list[int]:
 
 def repeated_prompts(batch: Batch) -> Tensor:
     """Return [S]: the number of tokens at the beginning of each sequence that an earlier one has too."""
-    firsts = torch.tensor(first_with_prompt(batch), dtype=torch.int64)
+    return _repeated(batch, torch.tensor(first_with_prompt(batch), dtype=torch.int64))
+
+
+def _repeated(batch: Batch, firsts: Tensor) -> Tensor:
     return batch.prompt_lengths * (firsts != torch.arange(batch.num_sequences))
 
 
 def rows_of(batch: Batch) -> Rows:
-    firsts, shared = torch.tensor(first_with_prompt(batch), dtype=torch.int64), repeated_prompts(batch)
-    starts, lengths = batch.cu_lengths[:-1], batch.lengths - shared
-    tokens = span_indices(starts + shared, lengths)
+    firsts = torch.tensor(first_with_prompt(batch), dtype=torch.int64)
+    repeated, starts = _repeated(batch, firsts), batch.cu_lengths[:-1]
+    lengths = batch.lengths - repeated
+    tokens = span_indices(starts + repeated, lengths)
     of_tokens = torch.empty(batch.num_tokens, dtype=torch.int64)
     of_tokens[tokens] = torch.arange(len(tokens))
-    of_tokens[span_indices(starts, shared)] = of_tokens[span_indices(starts[firsts], shared)]
+    of_tokens[span_indices(starts, repeated)] = of_tokens[span_indices(starts[firsts], repeated)]
     return Rows(tokens, of_tokens, lengths.tolist())

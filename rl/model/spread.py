@@ -34,7 +34,7 @@ class Places(NamedTuple):
 
 
 @torch.library.custom_op("oneworld::spread_rows", mutates_args=())
-def spread_rows(x: Tensor, rows: Tensor, tokens: Tensor, repeated: Tensor, shared: Tensor, targets: Tensor) -> Tensor:
+def spread_rows(x: Tensor, rows: Tensor, tokens: Tensor, shared: Tensor, members: Tensor, targets: Tensor) -> Tensor:
     """Return [T, ...] from [N, ...]. The other arguments are those of `Places`."""
     return x.index_select(0, rows)
 
