@@ -18,8 +18,10 @@ from rl.data.shared_prompts import first_with_prompt
 from rl.watch.heart import HEART, size_class
 
 MIN_TOKENS = 256  # heartbeats report all smaller micro-batches as one shape
-REPEATED = 4  # so many repeated tokens of a prompt count as one in a budget: their keys and values need memory
-OVERHEAD = 1 / 16  # of a micro-batch, in full ones: a guess of what it takes besides its tokens
+# So many repeated tokens of a prompt count as one in a budget. On GPUs in bfloat16, only their keys and values are kept
+# for the backward pass, at most a fifth of what a layer keeps for a token. In float32, it is up to three eighths.
+REPEATED_PER_TOKEN = 4
+OVERHEAD = 1 / 16  # what a micro-batch costs besides its tokens, as a share of a full one; a guess
 MAX_IMBALANCE = 1.02  # maximum cost of an owner relative to the mean; groups are moved only above it
 
 
@@ -27,7 +29,7 @@ class Unit(NamedTuple):
     """Sequences that are computed together, because they begin with the same prompt."""
 
     sequences: list[int]
-    num_tokens: int  # in a budget: see REPEATED
+    num_tokens: int  # in a budget: see REPEATED_PER_TOKEN
     cost: float  # in units of one token without attention
 
 
@@ -42,26 +44,26 @@ def units_of(batch: Batch, max_tokens: float, hidden_size: int) -> list[Unit]:
         together.setdefault(first, []).append(sequence)
 
     def unit_of(sequences: list[int]) -> Unit:
-        num_repeated, prompt = len(sequences) - 1, prompts[sequences[0]]
-        num_tokens = sum(lengths[s] for s in sequences) - num_repeated * prompt + -(-num_repeated * prompt // REPEATED)
-        cost = sum(_cost(lengths[s], hidden_size) for s in sequences) - num_repeated * _cost(prompt, hidden_size)
+        num_copies, prompt = len(sequences) - 1, prompts[sequences[0]]
+        repeated = num_copies * prompt
+        num_tokens = sum(lengths[s] for s in sequences) - repeated + math.ceil(repeated / REPEATED_PER_TOKEN)
+        cost = sum(_cost(lengths[s], hidden_size) for s in sequences) - num_copies * _cost(prompt, hidden_size)
         return Unit(sequences, num_tokens, cost)
 
     def split(sequences: list[int], limit: float) -> list[list[int]]:
         prompt = prompts[sequences[0]]
-        own = [lengths[s] - prompt + prompt / REPEATED for s in sequences]
+        own = [lengths[s] - prompt + prompt / REPEATED_PER_TOKEN for s in sequences]
         return [[sequences[index] for index in part] for part in _first_fit(own, limit - prompt)]
 
     def units_within(limit: float) -> list[Unit]:
         return [unit_of(part) for sequences in together.values() for part in split(sequences, limit)]
 
-    def seconds(units: list[Unit]) -> float:
-        """Return the time of all micro-batches, in units of cost."""
+    def total_cost(units: list[Unit]) -> float:
         return sum(unit.cost for unit in units) + OVERHEAD * max_tokens * count_micro_batches(units, max_tokens)
 
     if math.isinf(max_tokens) or len(together) == batch.num_sequences:
         return units_within(max_tokens)
-    return min((units_within(max_tokens / number) for number in (1, 2, 4)), key=seconds)
+    return min((units_within(max_tokens / number) for number in (1, 2, 4)), key=total_cost)
 
 
 def _cost(length: int, hidden_size: int) -> float:
@@ -80,7 +82,7 @@ def count_micro_batches(units: Sequence[Unit], max_tokens: float) -> int:
 def pack(lengths: Sequence[float], costs: Sequence[float], max_tokens: float, count: int) -> list[list[int]]:
     """Return `count` parts, as even in cost as the budget allows.
 
-    `count` must be at least what `_first_fit` needs.
+    `count` must be at least what first-fit-decreasing packing needs.
     """
     parts: list[list[int]] = [[] for _ in range(count)]
     tokens, part_costs = [0.0] * count, [0.0] * count
@@ -162,7 +164,7 @@ def mini_batch_of(position: int, num_prompts: int, num_mini_batches: int) -> int
 
 
 def split_evenly(costs: Sequence[float], num_parts: int) -> list[list[int]]:
-    """Assign each sequence, the most expensive first, to the cheapest part so far. Return the sorted parts."""
+    """Assign each cost, the highest first, to the cheapest part so far. Return the sorted parts."""
     return pack(costs, costs, math.inf, num_parts)
 
 

@@ -29,6 +29,8 @@ from rl.watch.ledger import Awaited
 from rl.world.messages import Letter, Mailbox, Message
 from rl.world.service import Service
 
+NUM_SPLITS = 8  # sizes of units to try, each half of the one before
+
 
 def local_models(algo: AlgoConfig, policy: nn.Module, load_reference: Callable[[], nn.Module]) -> dict[str, nn.Module]:
     """Return the models with which actors fill each batch field. The reference model is loaded only for a KL."""
@@ -47,10 +49,26 @@ class ScoringModels:
     def hidden_size(self) -> int:
         return hidden_size_of(next(iter(self.by_field.values())))
 
-    def cut(self, batch: Batch, name: str, count: int = 0) -> list[list[int]]:
-        """Cut a batch into the micro-batches of a pass: `count` of them, or as many as it needs."""
-        units = units_of(batch, self.max_tokens[name], self.hidden_size)
-        return cut(units, self.max_tokens[name], count or count_micro_batches(units, self.max_tokens[name]))
+    def count(self, batch: Batch, name: str) -> int:
+        """Return how many micro-batches a pass needs."""
+        limit = self.max_tokens[name]
+        return count_micro_batches(units_of(batch, limit, self.hidden_size), limit)
+
+    def cut(self, batch: Batch, name: str, count: int) -> list[list[int]]:
+        limit = self.max_tokens[name]
+        return cut(units_of(batch, limit, self.hidden_size), limit, count)
+
+    def split(self, batch: Batch, num_parts: int) -> list[list[int]]:
+        """Split a batch into parts such that the most expensive one is as cheap as possible. Samples of a prompt stay
+        together if that does not leave other parts without work."""
+        limit = max(self.max_tokens.values())
+        tries = []
+        for number in range(NUM_SPLITS):
+            units = units_of(batch, limit / 2**number, self.hidden_size)
+            shares = split_evenly([unit.cost for unit in units], num_parts)
+            parts = [sorted(s for index in share for s in units[index].sequences) for share in shares]
+            tries.append((max(sum(units[index].cost for index in share) for share in shares), number, parts))
+        return min(tries)[2]
 
     def passes(self, fields: Sequence[str]) -> list[str]:
         """Return the fields for which a model runs. Self-certainty comes from the pass for old_logprobs."""
@@ -266,13 +284,9 @@ class LogprobService(Service):
 
     def _cut(self, letter: Letter[ScoreBatch]) -> None:
         asked, models, batch = letter.message, self._models, Batch.from_bytes(letter.payload)
-        names = models.passes(asked.fields)
-        limit = min((models.max_tokens[name] for name in names), default=1)
-        units = units_of(batch, limit, models.hidden_size)
-        shares = split_evenly([unit.cost for unit in units], len(self._scorers))
-        parts = [sorted(s for index in share for s in units[index].sequences) for share in shares]
+        parts = models.split(batch, len(self._scorers))
         batches = [batch.select(part) for part in parts]
-        counts = {name: max(len(models.cut(each, name)) for each in batches) for name in names}
+        counts = {name: max(models.count(each, name) for each in batches) for name in models.passes(asked.fields)}
         for rank, part, each in zip(self._scorers, parts, batches, strict=True):
             message = ScorePart(letter.source, asked.request, asked.version, asked.fields, part, counts)
             self._mail.send(rank, message, payload=each.to_bytes())

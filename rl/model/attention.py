@@ -44,8 +44,9 @@ def arguments(model: Any, lengths: Sequence[int], rows: Rows, num_extra: int, de
         # The kernel needs only an upper bound; a power of two keeps the number of compiled variants small.
         found: dict[str, Any] = {"longest": 1 << max(every, default=1).bit_length()}
         found["cu_lengths"] = to_device(_ends(every), device)
-        # A run whose prompts have several samples has these in all micro-batches, or layers would be compiled twice.
-        if len(places.tokens) < len(places.rows) or getattr(model, "shares_prompts", False):
+        # A run whose prompts have several samples has these in all micro-batches. So layers are compiled once, unless
+        # the first micro-batch shares nothing: torch.compile then takes both numbers of tokens for the same.
+        if len(places.tokens) < len(places.rows) or model.shares_prompts:
             found["cu_rows"] = to_device(_ends(own), device)
             found["places"] = [to_device(each, device) for each in places]
         return found
@@ -71,13 +72,13 @@ class _Block(NamedTuple):
     shape: tuple[int, int]  # number of sequences, longest length
 
 
-def _make_block(starts: Sequence[int], lengths: Sequence[int], of: Places, device: torch.device) -> _Block:
+def _make_block(starts: Sequence[int], lengths: Sequence[int], whole: Places, device: torch.device) -> _Block:
     counts = torch.tensor(lengths)
     sequences = torch.repeat_interleave(torch.arange(len(lengths)), counts)
     places = span_indices(torch.zeros_like(counts), counts)
     tokens = torch.tensor(starts)[sequences] + places
-    rows = of.rows[tokens]
-    own = (of.tokens[rows] == tokens).nonzero().squeeze(1)
+    rows = whole.rows[tokens]
+    own = (whole.tokens[rows] == tokens).nonzero().squeeze(1)
     rows, sequences, places, own = (to_device(each, device) for each in (rows, sequences, places, own))
     return _Block(rows, sequences, places, own, (len(lengths), max(lengths)))
 

@@ -15,7 +15,7 @@ from rl.model.attention import RAGGED, VARLEN, ragged_attention, varlen_attentio
 
 def arguments(name: str) -> dict[str, Any]:
     """Return the arguments for a row with one sequence."""
-    model = SimpleNamespace(config=SimpleNamespace(_attn_implementation=name))
+    model = SimpleNamespace(config=SimpleNamespace(_attn_implementation=name), shares_prompts=False)
     return attention.arguments(model, [3], Rows(torch.arange(3), torch.arange(3), [3]), 0, torch.device("cpu"))
 
 

@@ -31,10 +31,10 @@ def test_costs_grow_faster_than_lengths() -> None:
 
 
 def test_a_prompt_counts_once_and_its_copies_as_a_quarter() -> None:
-    (unit,) = units_of(batch_of([("a" * 8, 12), ("a" * 8, 10), ("a" * 8, 9)]), 100, hidden_size=2)
+    (unit,) = units_of(batch_of([("a" * 9, 12), ("a" * 9, 11), ("a" * 9, 10)]), 100, hidden_size=2)
     assert unit.sequences == [0, 1, 2]
-    assert unit.num_tokens == 12 + 2 + 1 + 4
-    pairs = 12 * 12 + (10 * 10 - 8 * 8) + (9 * 9 - 8 * 8)
+    assert unit.num_tokens == 12 + 2 + 1 + 5  # 18 / 4, rounded up
+    pairs = 12 * 12 + (11 * 11 - 9 * 9) + (10 * 10 - 9 * 9)
     assert unit.cost == pytest.approx(12 + 2 + 1 + pairs / 24)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rl.data.batch import Batch, batch_of_responses
 from rl.data.shared_prompts import repeated_prompts, rows_of
+from rl.learner.scoring import ScoringModels
 from rl.model import attention
 from rl.model.load import Compute, load_model
 from rl.model.logprobs import certainty_of_responses, score_responses
@@ -89,27 +91,32 @@ def test_scores_and_gradients_are_those_of_sequences_alone(family: str, mesh: De
     torch.testing.assert_close(together, torch.cat(apart), atol=1e-4, rtol=1e-4)
 
 
-def parts_of(query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, scale: float) -> Iterator[Any]:
-    """Yield for each sequence its slices of queries and keys, and its attention. Queries end with the keys."""
+def parts_of(
+    query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, scale: float, window: int
+) -> Iterator[Any]:
+    """Yield for each sequence its slices of queries and keys, and its attention. Queries end with the keys. They attend
+    to the `window` keys before their own; -1: to all."""
     for q, k in zip(cu_q.unfold(0, 2, 1).tolist(), cu_k.unfold(0, 2, 1).tolist()):
         of_q, of_k = slice(*q), slice(*k)
         scores = scale * torch.einsum("qhd,khd->hqk", query[of_q], key[of_k])
-        mask = torch.ones(scores.shape[1:], dtype=torch.bool).tril(scores.shape[2] - scores.shape[1])
+        last = scores.shape[2] - scores.shape[1]  # key of the first query
+        mask = torch.ones(scores.shape[1:], dtype=torch.bool).tril(last)
+        mask = mask.triu(last - window) if window >= 0 else mask
         yield of_q, of_k, scores.masked_fill(~mask, -torch.inf).softmax(-1)
 
 
 @torch.library.custom_op("tests::attend", mutates_args=())
-def attend(query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, scale: float) -> Tensor:
-    parts = parts_of(query, key, value, cu_q, cu_k, scale)
+def attend(query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, scale: float, window: int) -> Tensor:
+    parts = parts_of(query, key, value, cu_q, cu_k, scale, window)
     return torch.cat([torch.einsum("hqk,khd->qhd", weights, value[of_k]) for _, of_k, weights in parts])
 
 
 @torch.library.custom_op("tests::attend_back", mutates_args=())
 def attend_back(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, scale: float
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, scale: float, window: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     to_query, to_key, to_value = (torch.zeros_like(each) for each in (query, key, value))
-    for of_q, of_k, weights in parts_of(query, key, value, cu_q, cu_k, scale):
+    for of_q, of_k, weights in parts_of(query, key, value, cu_q, cu_k, scale, window):
         to_value[of_k] = torch.einsum("hqk,qhd->khd", weights, grad[of_q])
         moved = torch.einsum("qhd,khd->hqk", grad[of_q], value[of_k])
         moved = scale * weights * (moved - (weights * moved).sum(-1, keepdim=True))
@@ -124,31 +131,35 @@ attend_back.register_fake(lambda grad, *inputs: tuple(torch.empty_like(each) for
 
 def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[:5])
-    ctx.scale = inputs[5]
+    ctx.options = inputs[5:]
 
 
 attend.register_autograd(
-    lambda ctx, grad: (*attend_back(grad, *ctx.saved_tensors, ctx.scale), None, None, None), setup_context=save_inputs
+    lambda ctx, grad: (*attend_back(grad, *ctx.saved_tensors, *ctx.options), *[None] * 4), setup_context=save_inputs
 )
 
 
 def kernel(query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, *_: Any, **options: Any) -> Tensor:
     """Attend as torch's kernel for packed rows does: the last query of a sequence belongs to its last key."""
-    assert options["window_size"] == (-1, 0)
+    window, after = options["window_size"]
+    assert after == 0
     key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
-    return attend(query, key, value, cu_q, cu_k, options.get("scale") or query.shape[-1] ** -0.5)
+    return attend(query, key, value, cu_q, cu_k, options.get("scale") or query.shape[-1] ** -0.5, window)
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_the_kernel_for_packed_rows_gets_the_keys_of_whole_sequences(
     is_compiled: bool, mesh: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiles: None
 ) -> None:
-    """The kernel itself needs a GPU. A layer is compiled once, whether a micro-batch shares prompts or not."""
+    """The kernel itself needs a GPU, and is asked once what it does. A compiled layer takes later micro-batches whether
+    they share prompts or not."""
+    attention.check_kernel.cache_clear()
     folder, batch = save(tmp_path, "qwen3"), batch_of(SEQUENCES)
     expected = results(load_model(folder, mesh, CPU, "float32", trainable=True), [batch])
     monkeypatch.setattr(attention, "RAGGED", attention.VARLEN)  # which load_model chooses on a CPU
     monkeypatch.setattr(attention, "varlen_attn", kernel)
     model = load_model(folder, mesh, CPU, "float32", trainable=True, compute=Compute(shares_prompts=True))
+    assert attention.check_kernel.cache_info().misses == 1
     if is_compiled:
         for layer in model.model.layers:
             layer.forward = torch.compile(layer.forward, backend="aot_eager", dynamic=True)
@@ -157,6 +168,19 @@ def test_the_kernel_for_packed_rows_gets_the_keys_of_whole_sequences(
     assert_equal_results(results(model, [different]), results(model, [different.select([0]), different.select([1])]))
     num_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert num_graphs == is_compiled
+
+
+def test_windows_reach_into_shared_prompts(mesh: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "RAGGED", attention.VARLEN)
+    monkeypatch.setattr(attention, "varlen_attn", kernel)
+    model = load_model(save(tmp_path, "mistral", sliding_window=5), mesh, CPU, "float32", trainable=True)
+    batch = batch_of([("abcdefg", 12), ("abcdefg", 9), ("abcdefg", 20)])
+    logprobs, _ = found = results(model, [batch])
+    assert_equal_results(found, results(model, [batch.select([sequence]) for sequence in range(3)]))
+    monkeypatch.setattr(model.config, "sliding_window", None)
+    for layer in model.model.layers:
+        layer.self_attn.sliding_window = None
+    assert (results(model, [batch])[0] - logprobs).abs().max() > 1e-3, "windows have no effect"
 
 
 def test_a_kernel_that_aligns_other_ends_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,6 +205,18 @@ def test_gradients_of_copies_add_up(dtype: torch.dtype) -> None:
     spread.backward(grad)
     wanted = torch.zeros(x.shape).index_add_(0, places.rows, grad.float())
     assert x.grad is not None and torch.equal(x.grad, wanted.to(dtype)), "rounded only once"
+
+
+def test_no_inference_rank_is_without_work() -> None:
+    """The samples of one group are divided, and those of many groups stay together."""
+    model: Any = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: SimpleNamespace(hidden_size=64)))
+    models = ScoringModels({"old_logprobs": model}, {"old_logprobs": 20_000}, 1.0, CPU)
+    one_group = batch_of([("a" * 20, 60)] * 8)
+    assert [len(part) for part in models.split(one_group, 4)] == [2, 2, 2, 2]
+    groups = batch_of([(letter * 200, 230) for letter in "abcdefgh" for _ in range(4)])
+    parts = models.split(groups, 4)
+    assert sorted(sequence for part in parts for sequence in part) == list(range(32))
+    assert all(len({sequence // 4 for sequence in part}) == 2 for part in parts), "no prompt is computed twice"
 
 
 def test_operators_are_what_a_compiler_expects() -> None:
