@@ -7,6 +7,7 @@ many forward passes to run.
     actor --ScoreBatch--> first inference rank --ScorePart--> every inference rank --PartScores--> actor
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +20,15 @@ from torch import Tensor, nn
 
 from rl.config.schema import AlgoConfig
 from rl.data.batch import Batch
-from rl.data.packing import count_micro_batches, cut, cut_together, over_micro_batches, split_evenly, units_of
+from rl.data.packing import (
+    MAX_IMBALANCE,
+    count_micro_batches,
+    cut,
+    cut_together,
+    over_micro_batches,
+    split_evenly,
+    units_of,
+)
 from rl.learner.offload import Offloader
 from rl.model.logprobs import certainty_of_responses, hidden_size_of, score_responses
 from rl.model.shards import TensorInfo, local_slices, reshard
@@ -28,8 +37,6 @@ from rl.sync.probe import learner_logprobs
 from rl.watch.ledger import Awaited
 from rl.world.messages import Letter, Mailbox, Message
 from rl.world.service import Service
-
-NUM_SPLITS = 8  # sizes of units to try, each half of the one before
 
 
 def local_models(algo: AlgoConfig, policy: nn.Module, load_reference: Callable[[], nn.Module]) -> dict[str, nn.Module]:
@@ -60,15 +67,19 @@ class ScoringModels:
 
     def split(self, batch: Batch, num_parts: int) -> list[list[int]]:
         """Split a batch into parts such that the most expensive one is as cheap as possible. Samples of a prompt stay
-        together if that does not leave other parts without work."""
-        limit = max(self.max_tokens.values())
-        tries = []
-        for number in range(NUM_SPLITS):
+        together if that leaves no part with less work than others."""
+        limit, best = max(self.max_tokens.values()), math.inf
+        parts: list[list[int]] = []
+        for number in range(limit.bit_length()):
             units = units_of(batch, limit / 2**number, self.hidden_size)
             shares = split_evenly([unit.cost for unit in units], num_parts)
-            parts = [sorted(s for index in share for s in units[index].sequences) for share in shares]
-            tries.append((max(sum(units[index].cost for index in share) for share in shares), number, parts))
-        return min(tries)[2]
+            costs = [sum(units[index].cost for index in share) for share in shares]
+            if max(costs) < best:
+                best = max(costs)
+                parts = [sorted(s for index in share for s in units[index].sequences) for share in shares]
+            if max(costs) * num_parts <= MAX_IMBALANCE * sum(costs):
+                break
+        return parts
 
     def passes(self, fields: Sequence[str]) -> list[str]:
         """Return the fields for which a model runs. Self-certainty comes from the pass for old_logprobs."""
