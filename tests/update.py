@@ -606,8 +606,8 @@ def check(reference: Reference, job: dict[str, Any], loss_tolerance: float, weig
 
 
 def check_flops(values: dict[str, float], of_token: int, job: dict[str, Any]) -> None:
-    """Check the operations of an update, of which its parameters need so many for a token. Shared prompts count once in
-    a micro-batch, so more of them do in smaller ones."""
+    """Check the operations of an update, of which its parameters need so many for a token. A shared prompt counts once
+    in each micro-batch that has it."""
     batch = make_batch(shares_prompts=job["batch"] == SHARED)
 
     def flops(repeated: Tensor) -> float:
